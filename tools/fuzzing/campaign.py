@@ -120,7 +120,7 @@ class Outcome:
 def run(
     campaign: Campaign, progress: Callable[[float, float, str], None], failed: Callable[[Failure], None]
 ) -> Outcome:
-    """Checks cases until the time is over, enough have failed, or an interrupt comes.
+    """Checks cases until the time is over, enough have failed, or an interrupt or SIGTERM comes.
 
     Args:
         progress: called with seconds gone, total seconds, and the counts as text, a few times a second.
@@ -136,7 +136,7 @@ def run(
         most = [None if campaign.most_cases is None else len(range(n, campaign.most_cases, jobs)) for n in range(jobs)]
         workers = [stack.enter_context(_Worker(campaign, campaign.seconds, n, most[n])) for n in range(jobs)]
         judged: dict[Future[tuple[bool, Failure | None]], _Worker] = {}  # workers that have ended
-        with contextlib.suppress(KeyboardInterrupt):  # what was found until then counts
+        with contextlib.suppress(KeyboardInterrupt, SystemExit):  # what was found until then counts
             while (workers or judged) and len(outcome.failures) < campaign.most_failures:
                 time.sleep(_POLL_S)
                 seen = replace(outcome.counts, uses=dict(outcome.counts.uses))
