@@ -8,7 +8,7 @@ from unittest import mock
 
 import torch
 import torch.nn.functional as F
-from indirection import Facts, IndirectionTestCase, Program, assert_same_bits, by_name, compiled, run, tensor
+from indirection import VERIFY, Facts, IndirectionTestCase, Program, assert_same_bits, by_name, compiled, run, tensor
 from parity import marked
 from torch.testing._internal.common_utils import instantiate_parametrized_tests, parametrize, run_tests
 
@@ -134,6 +134,18 @@ class TestIndirectionAddresses(IndirectionTestCase):
                 facts = self.assertSameCalls(ways, [(piece, weight) for piece in pieces])
                 for reason in facts.why:
                     self.assertRegex(reason, "align")
+
+    @torch._inductor.config.patch({VERIFY: "off"})  # in other memory, it would read other bytes
+    def test_attention_gets_aligned_inputs_where_they_are(self):
+        """At other addresses, flash attention reads other elements, in eager mode as well."""
+        ways, block = compiled(F.scaled_dot_product_attention), torch.randn(1025, device=self.device).half()
+        q, k = (torch.randn(8, 1, 16, 8, device=self.device, dtype=torch.float16) for _ in range(2))
+        for number, offset in enumerate((1, 1, 1, 0, 0, 1, 0)):
+            v = block[offset : offset + 1024].view(8, 1, 16, 8)
+            torch.compiler.cudagraph_mark_step_begin()
+            found, wanted = ways.graphed(q, k, v), ways.plain(q, k, v)
+            if offset == 0:
+                assert_same_bits(found, wanted, f"call {number}: ")
 
     def test_rows_of_64_bytes(self):
         table = torch.randn(100, 16, device=self.device)
