@@ -298,7 +298,8 @@ def _first_call(direct: Any, memo: Any, torchs: FunctionType, call: Any, /, *arg
     result, is_noted = binding.extension.call_noting_codes(codes, torchs, given, kwargs)
     if not is_noted:
         return result
-    is_alone = sum(code in output_codes for code in codes.values()) == 1
+    with paused():  # Dynamo does not see what a finalizer calls while Python's audit hooks run
+        is_alone = sum(code in output_codes for code in codes.values()) == 1
     if is_alone:
         memo.gather([], call)
     else:
