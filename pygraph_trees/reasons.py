@@ -82,7 +82,7 @@ class Reason(Enum):
     # Why a recording cannot be given the inputs of a call.
     EXPECTED_GONE = "an input is an output that should be dead by now"
     IS_VIEW = "an input is a negated or conjugate view"
-    BETTER_ALIGNED = "an input is aligned to 16 bytes, but was not at its recording"
+    BETTER_ALIGNED = "an input is aligned to 16 bytes, and the recorded one was not"
     OTHER_OUTPUTS = "it was recorded when other outputs had memory of their own"
     MUTATED_IN_POOL = "a mutated input is in the graph pool"
     BROKEN = "a driver call failed"

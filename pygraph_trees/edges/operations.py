@@ -76,7 +76,7 @@ class Operations(TorchDispatchMode):
         self._accesses([(tensor, False) for tensor in tensors])
 
     def leave(self) -> None:
-        """Leaves torch's modes if an interrupt kept it there: it would run the program's own operators on lanes."""
+        """Pops this mode if an interrupt left it on torch's stack, where it would run the program's operators."""
         if any(mode is self for mode in _get_current_dispatch_mode_stack()):
             self.__exit__(None, None, None)
 

@@ -58,7 +58,7 @@ class Addresses:
         self.sets = patches.sets  # counts the nodes that were set
         self._staged, self._first, self._numbers = staged, first, dict(zip(numbers, items, strict=True))
         self._copied_back = tuple(item for item in copied if item.mutated)
-        self._unaligned = tuple(item for item in copied if is_better(0, item.recorded))
+        self._unaligned = tuple(item for item in copied if is_better(0, item.recorded))  # 0 is aligned
         # An address does not tell if an input is conjugated or negated.
         given = {i.index: i.placeholder_tensor for i in items if i.index not in own}  # own memory is neither
         self._complex = tuple(index for index, tensor in given.items() if tensor.is_complex())

@@ -83,7 +83,7 @@ class Patches:
         self._exec = int(exec_)
 
     def unbind(self) -> None:
-        """Gives up the instantiation, which another one will replace: torch destroys it first, whatever follows."""
+        """Marks the instantiation as unusable: torch destroys it before it makes the next one, which may fail."""
         self._is_broken = True
         if self._native is not None:
             self._native.unsettle()

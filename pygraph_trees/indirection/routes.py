@@ -118,6 +118,6 @@ def fits(address: int, recorded: int, aligned: int = 1) -> bool:
 def is_better(address: int, recorded: int) -> bool:
     """Whether vectors can be read at an address, but not where the graph was recorded.
 
-    Flash attention reads other elements there, also in eager mode. It must not be given a copy of an aligned input.
+    Flash attention reads the wrong elements there, in eager mode too, so an aligned input must not be copied there.
     """
     return recorded % _VECTOR != 0 and address % _VECTOR == 0

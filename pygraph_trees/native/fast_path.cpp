@@ -111,12 +111,12 @@ class NotingCodes {
 
     explicit NotingCodes(PyObject *codes) {
         if (is_on)
-            before = std::exchange(noted_codes, codes), profile(note_code);
+            noted_codes = codes, profile(note_code);
     }
     ~NotingCodes() {
         if (!is_on)
             return;
-        noted_codes = before;
+        noted_codes = nullptr;
         if (PyThreadState_Get()->c_profilefunc == note_code) // else the program has set another one
             profile(nullptr);
     }
@@ -124,8 +124,6 @@ class NotingCodes {
     NotingCodes &operator=(const NotingCodes &) = delete;
 
   private:
-    PyObject *before = nullptr;
-
     static void profile(Py_tracefunc function) {
         const bool was_on = PyGC_Disable() != 0; // Dynamo does not see what a finalizer calls in Python's audit hooks
         PyEval_SetProfile(function, nullptr);

@@ -70,7 +70,7 @@ class TestThreads(TestCase):
         return [in_backward(self.call) for _ in range(2)]
 
     def test_what_is_stashed_keeps_a_reference(self):
-        """Torch 2.11 takes none, and drops one later. An interrupt may come just after it."""
+        """Torch 2.11 takes none, but releases one later. An interrupt may come just after the call."""
 
         def stashed(name, value):
             kept.extend([value] * takes)

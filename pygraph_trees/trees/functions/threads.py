@@ -47,7 +47,7 @@ def stash(name: str, value: Any) -> None:
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))  # first: an interrupt may come anywhere
     before = sys.getrefcount(value)
     torch._C._stash_obj_in_tls(name, value)
-    if sys.getrefcount(value) != before:  # torch 2.11 drops a reference that it has not taken, and keeps this one
+    if sys.getrefcount(value) != before:  # torch took its own; torch 2.11 takes none, but releases one later
         ctypes.pythonapi.Py_DecRef(ctypes.py_object(value))
 
 

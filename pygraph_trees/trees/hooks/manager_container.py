@@ -147,7 +147,7 @@ def without_others() -> Iterator[None]:
 
 if not PER_THREAD and has_trees():
     _of_others.update((name, get_obj(local, name)) for name in tuple(_of_others))
-    # They stay. When the importing thread ends, torch 2.11 drops references to them that it has not taken.
+    # They outlive the importing thread, at whose end torch 2.11 releases references that it never took.
     for kept in _of_others.values():
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
 
