@@ -159,8 +159,10 @@ def run(
                     has_died = worker.cause is not None or worker.lost_by_eager
                     if (has_died or failure is not None) and left > 0 and share != 0:
                         workers.append(stack.enter_context(_Worker(campaign, left, worker.number + jobs, share)))
+        stopped.set()
         for worker in workers:
             outcome.counts.add(worker.counts())
+            judges.submit(worker.end)  # all at once: the driver may hold each for a second
     progress(campaign.seconds, campaign.seconds, str(outcome.counts))
     return outcome
 
@@ -284,8 +286,11 @@ class _Worker:
     def __enter__(self) -> _Worker:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def end(self) -> None:
         self._child.end()
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
         self._folder.cleanup()
 
     def ended(self) -> bool:

@@ -115,12 +115,13 @@ class Runner:
         tensors = [*self._memory.blocks.values(), *fed]
         held = [(tensor, tensor.detach()) for tensor in self._held_by_module().values()]
         tensors += [data for _, data in held if self._memory.place_of(data) is None]
-        copies = [tensor.detach().clone() for tensor in tensors]
+        # Whole storages: elements of an expanded tensor share memory, and torch refuses to write there.
+        storages = [torch.empty(0, dtype=torch.uint8, device=t.device).set_(t.untyped_storage()) for t in tensors]
+        copies = [storage.clone() for storage in storages]
 
         def restore() -> None:
-            with torch.no_grad():
-                for tensor, copy in zip(tensors, copies, strict=True):
-                    tensor.detach().copy_(copy)
+            for storage, copy in zip(storages, copies, strict=True):
+                storage.copy_(copy)
             for tensor, data in held:
                 tensor.data = data
 
