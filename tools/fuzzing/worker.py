@@ -163,7 +163,9 @@ def main(campaign: str) -> int:
     threading.Thread(target=_end_with_parent, daemon=True).start()  # signals to the parent's session do not reach it
     VecISA.check_build = lambda isa, _: str(isa) in told["vector_instructions"]
     guards.profile_guard_manager = lambda *_: 0.0  # slow: it flushes the CPU's caches after each compilation
-    torch._C._set_print_stack_traces_on_fatal_signal(True)  # of C++, before Python's
+    faulthandler.disable()
+    torch._C._set_print_stack_traces_on_fatal_signal(True)  # of C++, last: after an error in malloc, it waits forever
+    faulthandler.enable()
     gc.freeze()  # collections then skip what the imports made
     warnings.simplefilter("ignore")
     if told["everything"]:
