@@ -22,6 +22,15 @@ def twice(graph, inputs):
     return lambda *args: (graph(*args), graph(*args))[1]
 
 
+EXPANDED = """Case(
+    inputs=(Input('a', (2, 1)), Input('b', (2, 1), layout='expanded')),
+    body=('v0 = torch.ops.fuzzing.copied(a)',),
+    returns=('b', 'v0'),
+    feedback=((0, 'b'),),
+    around=Around(faults=(Fault(kind='exception', call=1, moment=1),)),
+)"""
+
+
 class TestCommand(WithFolder):
     def _main(self, *arguments):
         path = os.pathsep.join(filter(None, [str(HERE), os.environ.get("PYTHONPATH")]))  # for the processes
@@ -40,6 +49,10 @@ class TestCommand(WithFolder):
         self.assertEqual((status, "against eager" in out, case.text() in out), (1, True, True))
         self.assertLessEqual(len(case.body), 3)
         self.assertEqual((self._main(*way, path)[0], self._main(path)[0]), (1, 0))
+
+    def test_an_expanded_tensor_that_was_fed_back_is_restored_after_a_fault(self):
+        (path := self.folder / "case.py").write_text(EXPANDED)
+        self.assertEqual(self._main(path)[:2], (0, "agrees with eager\n"))
 
     def test_the_ledgers_table_is_in_contributing(self):
         text = (HERE.parents[1] / "CONTRIBUTING.md").read_text(encoding="utf-8")

@@ -131,7 +131,7 @@ def run(
     """
     outcome, start, stopped = Outcome(), time.monotonic(), threading.Event()
     with ThreadPoolExecutor() as judges, contextlib.ExitStack() as stack:
-        stack.callback(stopped.set)  # after an interrupt, nobody judges any longer
+        stack.callback(stopped.set)  # after an error
         jobs = campaign.jobs
         most = [None if campaign.most_cases is None else len(range(n, campaign.most_cases, jobs)) for n in range(jobs)]
         workers = [stack.enter_context(_Worker(campaign, campaign.seconds, n, most[n])) for n in range(jobs)]
@@ -159,7 +159,7 @@ def run(
                     has_died = worker.cause is not None or worker.lost_by_eager
                     if (has_died or failure is not None) and left > 0 and share != 0:
                         workers.append(stack.enter_context(_Worker(campaign, left, worker.number + jobs, share)))
-        stopped.set()
+        stopped.set()  # nobody judges any longer
         for worker in workers:
             outcome.counts.add(worker.counts())
             judges.submit(worker.end)  # all at once: the driver may hold each for a second

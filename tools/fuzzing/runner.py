@@ -20,6 +20,7 @@ import torch._functorch.config
 
 from pygraph_trees.benchmark import Program
 from pygraph_trees.benchmark.ways import FLAGS, make_ways
+from pygraph_trees.outputs.allocations import bytes_of
 
 from .around import LATE, at
 from .beside import Beside
@@ -116,7 +117,7 @@ class Runner:
         held = [(tensor, tensor.detach()) for tensor in self._held_by_module().values()]
         tensors += [data for _, data in held if self._memory.place_of(data) is None]
         # Whole storages: elements of an expanded tensor share memory, and torch refuses to write there.
-        storages = [torch.empty(0, dtype=torch.uint8, device=t.device).set_(t.untyped_storage()) for t in tensors]
+        storages = [bytes_of(tensor.untyped_storage()) for tensor in tensors]
         copies = [storage.clone() for storage in storages]
 
         def restore() -> None:
