@@ -81,6 +81,12 @@ torch._inductor.cudagraph_trees CUDAGraphTreeManager
     TreeManagerContainer.get_tree_manager(self): CUDAGraphTreeManager
     get_obj(local, attr_name): _get_obj_in_tls
 
+torch._inductor.cudagraph_trees StorageWeakRefWrapper
+    StorageWeakRefWrapper.swap_weakref(self, cdata): ref
+    StorageWeakRefWrapper.__call__(self): ref
+    CUDAGraphNode.reconstruct_outputs(self): swap_weakref
+    torch.multiprocessing.reductions StorageWeakRef.from_weakref(cls, cdata): cdata
+
 torch._inductor.cudagraph_trees TreeManagerContainer
     TreeManagerContainer.__init__(self, device_index): tree_manager lock
     TreeManagerContainer.add_strong_reference(self, fn): lock finalize_cudagraphify_fn

@@ -58,6 +58,7 @@ _REBOUND: dict[str, dict[str, dict[str, str | Callable[[Any], Any]]]] = {
         "torch._inductor.cudagraph_trees": {
             "CUDAGraphNode": "pygraph_trees.trees.recordings.recording.Recording",
             "CUDAGraphTreeManager": "pygraph_trees.trees.managers.manager.Manager",
+            "StorageWeakRefWrapper": "pygraph_trees.trees.pools.liveness.OutputReference",
             "TreeManagerContainer": "pygraph_trees.trees.hooks.manager_container.ManagerContainer",
             "get_container": "pygraph_trees.trees.hooks.manager_container.get_container",
             "cudagraphify_impl": "pygraph_trees.trees.hooks.entry_points.cudagraphify_impl",

@@ -303,6 +303,25 @@ class TestSwitchInCpp(TestSwitch):
         self.assertEqual((note in gc.callbacks, gc.isenabled()), (False, True), made)
 
 
+class TestOutputReference(TestCase):
+    def test_an_interrupt_while_it_is_replaced_frees_nothing_twice(self):
+        freed = []
+
+        def free(cdata: int) -> None:
+            freed.append(cdata)
+            if len(freed) == 1:
+                raise KeyboardInterrupt
+
+        first, second = torch.ones(1).untyped_storage(), torch.ones(1).untyped_storage()
+        held = cudagraph_trees.StorageWeakRefWrapper(first)
+        with mock.patch.object(sys, "unraisablehook"), contextlib.suppress(KeyboardInterrupt):
+            held.ref._free_weak_ref = free
+            held.swap_weakref(second._weak_ref())
+        self.assertEqual(held(), second._cdata)
+        del held
+        self.assertEqual(freed, [first._cdata])
+
+
 class TestFinalizer(TestCase):
     def test_one_that_runs_as_the_collector_is_turned_on(self) -> None:
         """This happens if the garbage contains a compiled function; up to Python 3.11 the finalizer runs at once."""

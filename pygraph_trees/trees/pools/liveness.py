@@ -15,6 +15,15 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch._inductor.cudagraph_trees import StorageWeakRefWrapper
+from torch.multiprocessing.reductions import StorageWeakRef
+
+
+class OutputReference(StorageWeakRefWrapper):
+    """Upstream's weak reference to an output's storage; an interrupt while it is replaced frees none twice."""
+
+    def swap_weakref(self, cdata: Any) -> None:
+        self.ref = StorageWeakRef.from_weakref(cdata)
 
 
 class OlderOutputs(list[Any]):
