@@ -173,10 +173,12 @@ torch UntypedStorage._share_cuda_
 torch _lazy_clone Tensor._lazy_clone
     torch.overrides get_ignored_functions
 
-torch.cuda CUDAGraph.capture_begin
+torch.cuda CUDAGraph.capture_begin CUDAGraph.capture_end
   in torch.cuda.graphs
     CUDAGraph.capture_begin(self, pool)
+    CUDAGraph.capture_end(self)
     graph.__enter__(self): capture_begin pool
+    graph.__exit__(self): capture_end
 
 torch.cuda.memory _cuda_beginAllocateCurrentThreadToPool _cuda_endAllocateToPool
     use_mem_pool(pool, device): _cuda_beginAllocateCurrentThreadToPool _cuda_endAllocateToPool _cuda_releasePool

@@ -108,8 +108,12 @@ _REBOUND: dict[str, dict[str, dict[str, str | Callable[[Any], Any]]]] = {
             "MemoryPlanningState.__contains__": "pygraph_trees.edges.buffers.kept_apart"
         },
         # A graph that the program captures may read outputs of recordings, and holds their addresses: outputs in the
-        # graph pool, which later steps overwrite, are moved out before. Until torch tells when a capture begins.
-        "torch.cuda": {"CUDAGraph.capture_begin": "pygraph_trees.trees.hooks.entry_points.capture_begin"},
+        # graph pool, which later steps overwrite, are moved out before. Until torch tells when a capture begins. Before
+        # torch 2.13, a capture of the program that fails does not end for the allocator, whose blocks recordings need.
+        "torch.cuda": {
+            "CUDAGraph.capture_begin": "pygraph_trees.trees.hooks.entry_points.capture_begin",
+            "CUDAGraph.capture_end": "pygraph_trees.trees.hooks.entry_points.capture_end",
+        },
         # A pool of the program would take what is allocated for graphs, until the innermost pool does, and torch tells
         # which are used.
         "torch.cuda.memory": {

@@ -6,6 +6,7 @@ whose guards are skipped, and a backward are replayed in any mode. Their tensors
 code makes in the mode of the call: an inference tensor cannot be changed in place or saved for a backward outside.
 """
 
+import contextlib
 import dataclasses
 import itertools
 import threading
@@ -154,6 +155,32 @@ class TestOutputs(OnCpuTestCase):
         self.assertEqual((len(self.began), output), (1, torch.full((SIZE,), 3.0)))
         self.assertFalse(function.manager.is_taken)
         self.assertIsNone(function.manager._begins_step)
+
+
+class TestFailedCaptures(TestCase):
+    def test_the_allocations_of_a_failed_capture_end(self):
+        """But not if it goes on, because another thread or stream should have ended it, nor those of a recording."""
+        error, ends = torch.AcceleratorError("of the driver"), [(1, (0, 9))]
+        for pool, raised, is_captured, wanted in (
+            (None, error, False, [(1, (0, 3))]),
+            ((0, 9), error, False, ends),
+            ((0, 9), error, True, []),
+            ((0, 9), RuntimeError("of torch"), False, []),
+            ((0, 9), None, False, []),
+            ("ours", error, False, []),
+        ):
+            graph, begun, ended = SimpleNamespace(), [], mock.Mock()
+            with (
+                mock.patch.multiple(entry_points, LEAVES_BROKEN_CAPTURES=True, end_allocations=ended),
+                mock.patch.multiple(entry_points, is_captured=lambda value=is_captured: value),
+                mock.patch.multiple(torch.cuda, graph_pool_handle=lambda: (0, 3), current_device=lambda: 1),
+                mock.patch.object(pools, "OWNED", {"ours": None}),
+                mock.patch.object(pools, "managers", list),
+                contextlib.suppress(RuntimeError) if raised else contextlib.nullcontext(),
+            ):
+                entry_points.capture_begin(lambda graph, pool: begun.append(pool))(graph, pool)  # noqa: B023
+                entry_points.capture_end(mock.Mock(side_effect=raised))(graph)
+            self.assertEqual(([tuple(call.args) for call in ended.mock_calls], begun[0]), (wanted, pool or (0, 3)))
 
 
 INSIDE = [[True, False, False, True], [False, True, True, False]]  # whether each call is in inference mode

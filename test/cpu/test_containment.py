@@ -217,6 +217,14 @@ class TestContained(TestCase):
         self.assertEqual(self.call(lambda inputs: ["graphed"]), ["graphed"])
         self.manager.reclaiming.start_over.assert_called_once()
 
+    def test_no_call_is_graphed_once_an_assertion_of_the_allocator_failed(self) -> None:
+        """Another recording could crash."""
+        failed = RuntimeError('INTERNAL ASSERT FAILED at "/pytorch/c10/cuda/CUDACachingAllocator.cpp":3739')
+        with mock.patch.dict(calls._damaged):
+            self.check(lambda inputs: fails(failed))
+            self.check(upstream := mock.Mock())
+            upstream.assert_not_called()
+
     def test_an_input_that_is_held_is_left_alone_from_then_on(self) -> None:
         self.check(mock.Mock(side_effect=HeldForTooLong(function="f")))
         self.assertTrue(self.model.keeps_inputs)

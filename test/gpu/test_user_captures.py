@@ -186,6 +186,23 @@ class TestUserCaptures(KeptTestCase):
                 self.close(captured, fn(x), call)
             self.close(kept, fn(given), "kept")
 
+    @parametrize("is_pool_given", [False, True])
+    def test_a_capture_that_fails_ends_for_the_allocator(self, is_pool_given: bool) -> None:
+        """Otherwise memory that another stream has used stays in use, and recordings use it all the same."""
+        pool = torch.cuda.graph_pool_handle() if is_pool_given else None
+        with self.assertRaises(RuntimeError), torch.cuda.graph(torch.cuda.CUDAGraph(), pool=pool):
+            torch.zeros(9, device=self.device).sum().item()
+        torch.cuda.set_stream(torch.cuda.default_stream())
+        used = []
+        for _ in range(3):
+            torch.zeros(9, device=self.device).record_stream(self.stream)
+            torch.cuda.synchronize()
+            torch.zeros(9, device=self.device)
+            used.append(torch.cuda.memory_stats()["active.all.current"])
+        with torch.cuda.graph(torch.cuda.CUDAGraph()):  # torch's generator believes that the capture goes on
+            torch.zeros(9, device=self.device)
+        self.assertEqual(used, used[:1] * 3)
+
 
 if __name__ == "__main__":
     run_tests()

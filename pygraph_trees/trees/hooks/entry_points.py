@@ -1,12 +1,13 @@
 """Wraps the functions and methods through which torch reaches its CUDA graph trees.
 
 Each function takes upstream's function and returns its replacement. Torch calls most of these when it compiles, loads,
-calls or resets; programs call :func:`record_stream`, :func:`capture_begin`, and functions that
+calls or resets; programs call :func:`record_stream`, :func:`capture_begin`, :func:`capture_end`, and functions that
 :func:`outside_of_pools` wraps.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import threading
@@ -19,6 +20,7 @@ from torch._inductor import config, cudagraph_trees, debug
 from torch._inductor.utils import BoxedBool
 from torch.autograd import profiler
 
+from pygraph_trees.compat import leaves_broken_captures
 from pygraph_trees.cuda.extent import tensors_with_memory
 from pygraph_trees.indirection.retired import release_retired
 from pygraph_trees.native import binding
@@ -28,7 +30,7 @@ from pygraph_trees.selection.functions import are_graphs_left_out, has_own_polic
 from pygraph_trees.settings import Settings
 
 from ..functions import home
-from ..functions.containment import described
+from ..functions.containment import described, end_allocations
 from ..functions.dispatch import PER_THREAD
 from ..functions.function import LOADED, Aligned, FunctionModel, aligning, entered
 from ..functions.threads import for_each_thread
@@ -42,6 +44,8 @@ from .runner import shortened
 from .saved_tensors import conform_inputs, conforming, hooks_were_set, is_any_lazy, leave
 
 _log = logging.getLogger("pygraph_trees.trees")
+
+LEAVES_BROKEN_CAPTURES = leaves_broken_captures()
 
 
 def cudagraphify(upstream: Callable[..., Any]) -> Callable[..., Any]:
@@ -241,7 +245,8 @@ def capture_begin(upstream: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(upstream)
     def capture_begin(self: Any, *args: Any, **kwargs: Any) -> None:
         pool = args[0] if args else kwargs.get("pool")
-        for manager in pools.managers() if pool not in pools.OWNED and not is_by_torch() else ():
+        is_programs = pool not in pools.OWNED and not is_by_torch()
+        for manager in pools.managers() if is_programs else ():
             thread, device = manager.thread, manager.device_index
             if thread in (None, threading.get_ident()) if PER_THREAD else not home.is_used_elsewhere(device):
                 try:
@@ -250,9 +255,37 @@ def capture_begin(upstream: Callable[..., None]) -> Callable[..., None]:
                     why = described(error)
                 if why is not None:
                     _log.warning("outputs that a graph of the program may read could not be kept: %s", why)
-        upstream(self, *args, **kwargs)
+        if not (is_programs and LEAVES_BROKEN_CAPTURES):
+            upstream(self, *args, **kwargs)
+            return
+        pool = pool or torch.cuda.graph_pool_handle()  # torch would not tell the pool that it makes
+        upstream(self, *args[1:], **{**kwargs, "pool": pool})
+        self.pygraph_allocates = torch.cuda.current_device(), pool
 
     return capture_begin
+
+
+def capture_end(upstream: Callable[..., None]) -> Callable[..., None]:
+    """Also ends a program's capture that has failed for the allocator, which otherwise believes that it goes on.
+
+    The allocator then keeps a list of freed blocks that other streams have used, and reads it only after recordings. By
+    then, recordings have used the memory of some of them again, and what describes them may be gone.
+    """
+    if not LEAVES_BROKEN_CAPTURES:
+        return upstream
+
+    @functools.wraps(upstream)
+    def capture_end(self: Any) -> None:
+        allocates = vars(self).pop("pygraph_allocates", None)
+        try:
+            upstream(self)
+        except torch.AcceleratorError:
+            with contextlib.suppress(RuntimeError):  # the GPU may be lost
+                if allocates is not None and not is_captured():
+                    end_allocations(*allocates)
+            raise
+
+    return capture_end
 
 
 def _keeps_writes(run: Any, static_input_idxs: Any, mutated: set[int]) -> Callable[[list[Any]], Any]:
