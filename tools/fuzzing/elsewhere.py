@@ -98,8 +98,9 @@ class Reader:
         with torch.cuda.stream(self._stream):
             torch.cuda._sleep(DELAY)
             self._read = [t.detach().clone() for t in tensors]
-        for tensor in tensors:
-            tensor.record_stream(self._stream)
+        for tensor in tensors:  # of one with a bit set, torch would free a copy twice
+            plain = torch._neg_view(tensor) if tensor.is_neg() else tensor.conj() if tensor.is_conj() else tensor
+            plain.record_stream(self._stream)
 
     def taken(self) -> Sequence[torch.Tensor]:
         """The values that were read since the last time."""
