@@ -182,6 +182,15 @@ class TestFailedCaptures(TestCase):
                 entry_points.capture_end(mock.Mock(side_effect=raised))(graph)
             self.assertEqual(([tuple(call.args) for call in ended.mock_calls], begun[0]), (wanted, pool or (0, 3)))
 
+    def test_the_allocations_of_a_capture_that_does_not_begin_end(self):
+        begins = entry_points.capture_begin(mock.Mock(side_effect=torch.AcceleratorError("of the driver")))
+        with (
+            mock.patch.multiple(entry_points, LEAVES_BROKEN_CAPTURES=True, end_allocations=mock.Mock()),
+            mock.patch.object(torch.cuda, "current_device", lambda: 1),
+        ):
+            self.assertRaises(torch.AcceleratorError, begins, SimpleNamespace(), (0, 9))
+            entry_points.end_allocations.assert_called_once_with(1, (0, 9))
+
 
 INSIDE = [[True, False, False, True], [False, True, True, False]]  # whether each call is in inference mode
 

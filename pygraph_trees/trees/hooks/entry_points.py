@@ -259,8 +259,13 @@ def capture_begin(upstream: Callable[..., None]) -> Callable[..., None]:
             upstream(self, *args, **kwargs)
             return
         pool = pool or torch.cuda.graph_pool_handle()  # torch would not tell the pool that it makes
-        upstream(self, *args[1:], **{**kwargs, "pool": pool})
-        self.pygraph_allocates = torch.cuda.current_device(), pool
+        allocates = torch.cuda.current_device(), pool
+        try:
+            upstream(self, *args[1:], **{**kwargs, "pool": pool})
+        except torch.AcceleratorError:
+            end_allocations(*allocates)
+            raise
+        self.pygraph_allocates = allocates
 
     return capture_begin
 
