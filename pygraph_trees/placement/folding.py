@@ -96,11 +96,8 @@ class Folding:
         assert module is not None  # otherwise the value cannot be folded
         value, like = self.values[node], node.meta["val"]
         with _as_eager_runs():
-            if nodes.is_dense(like):
-                constant = torch.empty_strided(value.size(), like.stride(), dtype=value.dtype, device="cpu")
-            else:
-                constant = torch.empty(value.size(), dtype=value.dtype, device="cpu")
-            constant.copy_(value)
+            strides = (like if nodes.is_dense(like) else value.contiguous()).stride()
+            constant = torch.empty_strided(value.size(), strides, dtype=value.dtype, device="cpu").copy_(value)
             if constant.is_complex():
                 constant = torch.view_as_real(constant)
             if _is_written_as_literals(constant) and not (_literals_keep_bits(constant) and _may_be_counted(constant)):

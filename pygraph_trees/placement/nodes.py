@@ -67,14 +67,9 @@ def is_on_gpu(node: fx.Node) -> bool:
 
 def nbytes_of(node: fx.Node) -> int | float:
     """The size of the node's tensors in bytes; infinity if a size is unknown."""
-    total = 0
-    for tensor in tensors_of(node):
-        count: Any = tensor.numel()
-        hint = count if isinstance(count, int) else count.node.hint
-        if hint is None:
-            return math.inf
-        total += int(hint) * tensor.element_size()
-    return total
+    counts: list[tuple[Any, int]] = [(tensor.numel(), tensor.element_size()) for tensor in tensors_of(node)]
+    hints = ((count if isinstance(count, int) else count.node.hint, nbytes) for count, nbytes in counts)
+    return sum(math.inf if hint is None else int(hint) * nbytes for hint, nbytes in hints)
 
 
 def cpu_inputs(node: fx.Node) -> list[fx.Node]:

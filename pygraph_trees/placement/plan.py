@@ -171,12 +171,9 @@ class Plan:
 
 def _symbols_of(node: fx.Node) -> set[Any]:
     """The symbols of the numbers that a node is given, and of a GPU value's size."""
-    values = [source.meta.get("val") for source in node.all_input_nodes]
-    numbers = [value for value in values if isinstance(value, torch.SymInt)]
-    numbers += [
-        n for t in nodes.tensors_of(node) for n in t.shape if isinstance(n, torch.SymInt) and nodes.is_on_gpu(node)
-    ]
-    return {symbol for number in numbers for symbol in number.node.expr.free_symbols}
+    sizes = [size for tensor in nodes.tensors_of(node) for size in tensor.shape] if nodes.is_on_gpu(node) else []
+    values = [*(source.meta.get("val") for source in node.all_input_nodes), *sizes]
+    return {symbol for n in values if isinstance(n, torch.SymInt) for symbol in n.node.expr.free_symbols}
 
 
 def _shows_constant(node: fx.Node) -> bool:
