@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 from typing import Any
 
 import torch
@@ -130,10 +131,11 @@ class _Rewriting:
                     there = source if source.op == "placeholder" else self._stored(source, node)
                     return self._converted(there, node.meta["val"].dtype, node)
                 case How.FOLDED:
-                    return self._folded(node)
+                    return self._folded(node, self._gpu)
                 case How.CONSTANT:
-                    return self._constant(node, node)
+                    return self._constant(node, node, self._gpu)
                 case How.STAGED:
+                    self._fold_parts(node)
                     host = node if nodes.is_a_whole(node) else self._call(aten.clone.default, (node,), node)
                     return self._call(staged, (self._anchor, host, int(value.read)), node)
                 case How.COPIED:
@@ -171,18 +173,27 @@ class _Rewriting:
         counts = any(nodes.is_integral(tensor) and tensor.dtype != torch.bool for tensor in nodes.tensors_of(there))
         return self._stored(there, node) if counts and computes else there
 
-    def _folded(self, node: fx.Node) -> fx.Node:
+    def _fold_parts(self, node: fx.Node) -> None:
+        """Folds what a constant is computed from: in Inductor's C++, too, integers of 8 and 16 bits may not wrap."""
+        folding = self._plan.folding
+        computed = lambda n: [s for s in n.all_input_nodes if s in folding.constants and s.op == "call_function"]  # noqa: E731
+        for part in nodes.reached({node} & folding.constants, lambda n: filter(folding.why_not, computed(n))):
+            with self._graph.inserting_before(part):
+                for source in itertools.filterfalse(folding.why_not, computed(part)):
+                    part.replace_input_with(source, self._folded(source, torch.device("cpu")))
+
+    def _folded(self, node: fx.Node, device: torch.device) -> fx.Node:
         value = node.meta["val"]
-        there = self._constant(self._plan.folding.held(node, self._mode), node)
+        there = self._constant(self._plan.folding.held(node, self._mode), node, device)
         if value.is_complex():
             there = self._call(aten.view_as_complex.default, (there,), node)
         is_same = there.meta["val"].shape == value.shape
         return there if is_same else self._call(aten.view.default, (there, list(value.shape)), node)
 
-    def _constant(self, held: fx.Node, like: fx.Node) -> fx.Node:
-        """Puts a constant on the GPU, as a copy, because the program may write to it."""
+    def _constant(self, held: fx.Node, like: fx.Node, device: torch.device) -> fx.Node:
+        """Puts a constant on a device, as a copy, because the program may write to it."""
         copy = self._call(aten.clone.default, (held,), like)
-        return self._call(prims.device_put.default, (copy, self._gpu), like)
+        return copy if device.type == "cpu" else self._call(prims.device_put.default, (copy, device), like)
 
     def _converted(self, node: fx.Node, dtype: torch.dtype, like: fx.Node) -> fx.Node:
         if node.meta["val"].dtype == dtype:
