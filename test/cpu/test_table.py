@@ -13,7 +13,7 @@ from unittest import mock
 
 import torch
 from fake_trees import bare_recording
-from test_live_inputs import KERNEL, UNHELD, Graph, LiveInputsTestCase, at
+from test_live_inputs import KERNEL, Graph, LiveInputsTestCase, at
 from torch.testing._internal.common_utils import run_tests
 
 from pygraph_trees.cuda import value_kernel
@@ -28,7 +28,7 @@ from pygraph_trees.indirection.table.launches import VariantLauncher
 from pygraph_trees.indirection.warmups import Warmups
 from pygraph_trees.trees.recordings import recording
 
-TABLE, PATCH, COPY = Route.TABLE, Route.PATCH, Route.COPY
+TABLE, PATCH = Route.TABLE, Route.PATCH
 WIDTH = 64  # bytes that the writer takes
 WRITER = f"pygraph_put_{WIDTH}"
 
@@ -70,8 +70,6 @@ class TestSlots(LiveInputsTestCase):
         count: int,
         read: Sequence[int],
         held: Sequence[int] = (),
-        written: Sequence[int] | None = None,
-        hidden: bool = False,
         slots: Sequence[int] | None = None,
     ) -> tuple[LiveInputs, Graph]:
         """A recording whose kernels read some inputs from slots, and hold the addresses of some themselves."""
@@ -85,14 +83,12 @@ class TestSlots(LiveInputsTestCase):
         (*_, addresses) = self.written
         wanted = [item.recorded for item in live.items]
         self.assertEqual(list(addresses), [address for i, address in enumerate(wanted) if slots is None or i in slots])
-        if written is not None:
-            addresses = [a if wanted.index(a) in written else 1 for a in addresses]
         values = struct.pack(f"{len(addresses)}Q", *addresses)
         writer = [self.memory[-1].data_ptr(), struct.pack("I", len(values)), values.ljust(WIDTH, b"\0")]
         nodes = [self.api.make_kernel(writer, name=WRITER)]
         if held:
             nodes.append(self.api.make_kernel([wanted[i] for i in held]))
-        graph = Graph(self.api, nodes + [self.api.make_kernel([7], name=None)] * hidden)
+        graph = Graph(self.api, nodes)
         live.set_up(graph)
         return live, graph
 
@@ -111,19 +107,6 @@ class TestSlots(LiveInputsTestCase):
             self.assertEqual(self.api.calls, [KERNEL])
             self.assertEqual(graph.launch()[0][2:4], [a.data_ptr(), b.data_ptr()])
         self.assertEqual(live.kernels_of(0), [WRITER, "reader"])
-
-    def test_inputs_that_are_copied_and_why(self) -> None:
-        """Writing a slot is no use of an input, and a slot must be written."""
-        for given_, routes, why in (
-            ({"read": (0,)}, [TABLE, COPY], UNHELD),
-            ({"read": (0, 1), "held": (0, 1), "written": (0,)}, [TABLE, COPY], "no node writes its slot"),
-            ({"read": (0, 1), "hidden": True}, [COPY, COPY], "may hide its address"),
-        ):
-            live, graph = self.tabled(2, **given_)
-            self.assertEqual(self.decided(live), routes)
-            self.assertIn(why, live.decisions[1].reason)
-        # Slots lead to the memory that holds the copies.
-        self.assertEqual(graph.launch()[0][2:4], [item.recorded for item in live.items])
 
     def test_no_table_without_need(self) -> None:
         """There are no placeholders, or no variant takes an input, or launches cannot be watched."""
