@@ -74,18 +74,8 @@ class TestForecast(BranchesTestCase):
             self.assertEqual(found.us(1), 2.5 * len(operations))
             self.assertIs(why.reason, Reason.ON_LANES if count else Reason.LITTLE_GAIN)
 
-    def test_four_lanes_have_to_be_better_than_two(self):
-        """Two chains of 40 operations, and a third one of few."""
-        for length, expected in ((0, 2), (30, 4)):
-            third = [(at,) for at in range(80, 80 + length)]
-            self.assertEqual(forecast_of(*chains(2, 40), (), *third)[0], expected)
-
     def test_operations_that_share_all_bandwidth_do_not_gain(self):
         self.assertEqual([forecast_of(*chains(4, 5), us=99, shared=shared)[0] for shared in (True, False)], [0, 4])
-
-    def test_a_barrier_follows_all_and_precedes_all(self):
-        count, _, found = forecast_of(*((), None) * 8)
-        self.assertEqual((count, found.us(4)), (0, found.us(1)))
 
     def test_a_capture_without_lanes_forecasts_what_lanes_give(self):
         """By data flow, although memory is used again; unknown operations are barriers."""
