@@ -78,12 +78,13 @@ class TestInstall(TestCase):
         self.assertEqual(torch_as_it_is(), before)
         self.assertEqual([s.state for s in inductor_patches.status()], ["off"] * len(inductor_patches.FEATURES))
 
-    def test_upstream_nodes_count_as_recordings(self):
-        """The rebound name must still match nodes that were recorded before the patches went on."""
-        node = recording.Upstream.__new__(recording.Upstream)
-        self.assertIsInstance(node, cudagraph_trees.CUDAGraphNode)
-        self.assertIsNot(type(node), cudagraph_trees.CUDAGraphNode)
-        self.assertNotIsInstance(object(), cudagraph_trees.CUDAGraphNode)
+    def test_what_upstream_made_counts(self):
+        """The rebound name must still match what was made before the patches went on."""
+        for rebound in (cudagraph_trees.CUDAGraphNode, cudagraph_trees.StorageWeakRefWrapper):
+            made = rebound.UPSTREAM.__new__(rebound.UPSTREAM)
+            self.assertIsInstance(made, rebound)
+            self.assertIsNot(type(made), rebound)
+            self.assertNotIsInstance(object(), rebound)
 
 
 class TestCalls(TestCase):

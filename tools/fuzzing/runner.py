@@ -21,6 +21,7 @@ import torch._functorch.config
 from pygraph_trees.benchmark import Program
 from pygraph_trees.benchmark.ways import FLAGS, make_ways
 from pygraph_trees.outputs.allocations import bytes_of
+from pygraph_trees.trees.functions.containment import end_allocations
 
 from .around import LATE, at
 from .beside import Beside
@@ -208,9 +209,13 @@ class Runner:
         if self.kind == "eager" or not self._is_captured():
             outputs = self._outer(*arguments)
         else:
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                outputs = self._outer(*arguments)
+            graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
+            try:
+                with torch.cuda.graph(graph, pool=pool):
+                    outputs = self._outer(*arguments)
+            except BaseException:
+                end_allocations(torch.cuda.current_device(), pool)  # torch 2.11 and 2.12 do not
+                raise
             graph.replay()
             self._captured.append((graph, arguments, outputs))
         return outputs if isinstance(outputs, tuple) else (outputs,)

@@ -19,8 +19,20 @@ from torch._inductor.cudagraph_trees import StorageWeakRefWrapper
 from torch.multiprocessing.reductions import StorageWeakRef
 
 
-class OutputReference(StorageWeakRefWrapper):
+class CountsUpstreams(type):
+    """The metaclass of a class to which a name of upstream's is bound while the patches are on.
+
+    Upstream's ``isinstance`` checks use the name, and must also accept what was made before.
+    """
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        return type.__instancecheck__(vars(cls).get("UPSTREAM", cls), instance)
+
+
+class OutputReference(StorageWeakRefWrapper, metaclass=CountsUpstreams):
     """Upstream's weak reference to an output's storage; an interrupt while it is replaced frees none twice."""
+
+    UPSTREAM = StorageWeakRefWrapper
 
     def swap_weakref(self, cdata: Any) -> None:
         self.ref = StorageWeakRef.from_weakref(cdata)

@@ -37,7 +37,7 @@ from ..functions.function import FunctionModel
 from ..functions.lanes import Number
 from ..functions.outputs import as_they_read, is_on_live_input, makers_of_empty, without_staged
 from ..pools import pools
-from ..pools.liveness import deaths, release_unneeded
+from ..pools.liveness import CountsUpstreams, deaths, release_unneeded
 from .attempts import Attempts
 from .captured_graph import (
     abandon_capture,
@@ -66,14 +66,8 @@ class WouldLoseWrites(PygraphError, RuntimeError):
     template = "recording {recording}: input {index} is written to, and what is written to a copy of it would be lost"
 
 
-class _CountsUpstreamNodes(type):
-    # Upstream's isinstance checks use the module's name, which is Recording while the patches are on. They must also
-    # accept nodes that were recorded before.
-    def __instancecheck__(cls, instance: object) -> bool:
-        return type.__instancecheck__(Upstream if cls is Recording else cls, instance)
-
-
-class Recording(Replayed, metaclass=_CountsUpstreamNodes):
+class Recording(Replayed, metaclass=CountsUpstreams):
+    UPSTREAM = Upstream
     has_fast_path = False
     outliving: Any = None  # outputs that must be moved if they are alive when the next step begins
     _attempts: Attempts | None = None  # while it is made
