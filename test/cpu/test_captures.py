@@ -84,6 +84,7 @@ class TestOutputs(OnCpuTestCase):
     def begin_in(self, function, **kwargs):
         with (
             mock.patch.object(pools, "OWNED", WeakValueDictionary(ours=function.manager)),
+            mock.patch.object(entry_points, "LEAVES_BROKEN_CAPTURES", False),
             mock.patch("torch.cuda.is_current_stream_capturing", return_value=False),
         ):
             self.begin(None, **kwargs)
