@@ -271,10 +271,10 @@ def capture_begin(upstream: Callable[..., None]) -> Callable[..., None]:
 
 
 def capture_end(upstream: Callable[..., None]) -> Callable[..., None]:
-    """Also ends a program's capture that has failed for the allocator, which otherwise believes that it goes on.
+    """Also tells torch's allocator that a capture of the program's own has ended, if it has failed.
 
-    The allocator then keeps a list of freed blocks that other streams have used, and reads it only after recordings. By
-    then, recordings have used the memory of some of them again, and what describes them may be gone.
+    The allocator would otherwise keep a list of freed blocks that other streams have used, until a recording reads it.
+    By then, recordings have used the memory of some of them again, and the blocks themselves may be gone.
     """
     if not LEAVES_BROKEN_CAPTURES:
         return upstream
