@@ -142,9 +142,8 @@ def run(
                 seen = replace(outcome.counts, uses=dict(outcome.counts.uses))
                 for worker in workers:
                     seen.add(worker.counts())
-                gone = time.monotonic() - start
-                text = f"{seen}; {len(workers)} workers, {len(judged)} judged"
-                progress(gone, max(campaign.seconds, gone + 1), text)  # the total is reported once, at the end
+                gone = time.monotonic() - start  # the total is reported once, at the end
+                progress(gone, max(campaign.seconds, gone + 1), f"{seen}; {len(workers)} workers, {len(judged)} judged")
                 for worker in [w for w in workers if w.ended()]:
                     workers.remove(worker)
                     outcome.counts.add(worker.counts())
