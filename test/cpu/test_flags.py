@@ -41,7 +41,21 @@ def flags_table():
     return "\n".join(rows)
 
 
-class TestFlags(TestCase):
+class FlagsTestCase(TestCase):
+    def seen_while_compiling(self, fn=product, inputs=(), **how):
+        """The settings, and whether CUDA graphs are on or left out, when each graph of a program is compiled."""
+        seen, inputs = [], inputs or [torch.ones(3, 3)]
+        torch._dynamo.reset()
+        note = lambda *_: seen.append((Settings.current(), config.triton.cudagraphs, are_graphs_left_out()))  # noqa: E731
+        with mock.patch.object(compiled, "attach", note), config.patch({"force_disable_caches": True}):
+            found = torch.compile(fn, **how)(*inputs)
+            if found.requires_grad:
+                found.sum().backward()
+        self.assertEqual((found, are_graphs_left_out()), (fn(*inputs), False))
+        return seen
+
+
+class TestFlags(FlagsTestCase):
     DEFAULTS = Settings(placement="full", indirection="auto", selective="auto")
 
     def test_defaults(self):
@@ -91,22 +105,13 @@ class TestFlags(TestCase):
             config.triton.pygraph_verify = written
             self.assertEqual((config.triton.pygraph_verify, Settings.current().verify), (value, value))
             config.triton.pygraph_verify = "off"
-            self.assertEqual(self.seen_while_compiling({"triton.pygraph_verify": written})[1].verify, value)
+            ((seen, *_),) = self.seen_while_compiling(options={"triton.pygraph_verify": written})
+            self.assertEqual(seen.verify, value)
         for wrong in (1, 0, "true", "1", None, "onn"):
             with self.assertRaisesRegex(InvalidFlag, "must be one of 'off', 'on', False, True; got"):
                 config.triton.pygraph_verify = wrong
             self.assertRaises(InvalidFlag, torch.compile, lambda x: x, options={"triton.pygraph_verify": wrong})
         self.assertEqual(Settings.current().verify, "off")
-
-    def seen_while_compiling(self, options):
-        """Whether CUDA graphs are on, and the settings, while a function is compiled; checks that it works."""
-        seen = []
-        torch._dynamo.reset()
-        note = lambda *_: seen.append((config.triton.cudagraphs, Settings.current()))  # noqa: E731
-        with mock.patch.object(compiled, "attach", note), config.patch({"force_disable_caches": True}):
-            self.assertEqual(torch.compile(product, options=options)(torch.ones(3, 3)), torch.full((3, 3), 3.0))
-        (found,) = seen
-        return found
 
     def test_an_option_that_is_no_flag(self):
         flags = "the flags are triton.pygraph_placement, .* Did you mean 'triton.pygraph_sel"
@@ -167,19 +172,18 @@ class TestFlags(TestCase):
         self.assertGreaterEqual(len(examples), 1)
         for example in examples:
             options = ast.literal_eval(example)
-            has_graphs, found = self.seen_while_compiling(options)
+            ((found, has_graphs, _),) = self.seen_while_compiling(options=options)
             self.assertTrue(has_graphs, example)
             flags = {key.removeprefix("triton.pygraph_"): value for key, value in options.items() if "pygraph" in key}
             self.assertGreaterEqual(len(flags), 1)
             self.assertEqual({name: getattr(found, name) for name in flags}, flags)
 
 
-def install_again(times=1):
+def install_again():
     """Checks the environment and installs, as ``import pygraph_trees`` does."""
-    for _ in range(times):
-        inductor_patches.uninstall()
-        environment.check((flag.environment, flag.values, flag.default) for flag in FLAGS)
-        inductor_patches.install()
+    inductor_patches.uninstall()
+    environment.check((flag.environment, flag.values, flag.default) for flag in FLAGS)
+    inductor_patches.install()
     return Settings.current()
 
 
@@ -194,28 +198,24 @@ class TestEnvironment(TestCase):
         self.enterContext(mock.patch.object(environment, "_told", set()))
 
     def found(self, function, **variables):
-        """Returns the function's result with these variables, and the warnings."""
+        """Returns the function's result in a process that is started with these variables, and the warnings."""
         with mock.patch.dict(os.environ, variables), warnings.catch_warnings(record=True, action="always") as caught:
             value = function()
         self.assertTrue(all(issubclass(w.category, environment.PatchWarning) for w in caught))
         return value, [str(w.message) for w in caught]
-
-    def installed(self, **variables):
-        """Returns the settings of a process started with these variables, and the warnings."""
-        return self.found(install_again, **variables)
 
     def test_a_switch_is_read_as_people_write_it(self):
         for word, on in {"1": 1, "true": 1, "yes": 1, "on": 1, "0": 0, "false": 0, "no": 0, "off": 0, "": 0}.items():
             for written in {word, word.upper(), word.title(), f" {word} "}:
                 with self.subTest(written=written):
                     self.assertEqual(self.found(environment.disabled, PYGRAPH_DISABLE=written), (bool(on), []))
-                    settings, told = self.installed(PYGRAPH_VERIFY=written)
+                    settings, told = self.found(install_again, PYGRAPH_VERIFY=written)
                     self.assertEqual((settings.verify, told), ("on" if on else "off", []))
         self.assertEqual(self.found(environment.disabled), (False, []))
 
     def test_other_flags_are_read_in_any_case(self):
         words = {"SELECTIVE": "Always", "PLACEMENT": "EXACT", "INDIRECTION": "", "ENTRY": " Off"}
-        found = self.installed(**{f"PYGRAPH_{name}": word for name, word in words.items()})
+        found = self.found(install_again, **{f"PYGRAPH_{name}": word for name, word in words.items()})
         self.assertEqual(found, (Settings(placement="exact", indirection="auto", selective="always", entry="off"), []))
 
     def test_a_wrong_value_is_ignored_with_a_warning(self):
@@ -228,13 +228,13 @@ class TestEnvironment(TestCase):
             ("VERIFY", "ture", f"{words}. Did you mean 'true'? {kept.format('off')}"),
         ):
             told = [f"pygraph_trees: PYGRAPH_{name}='{value}' is ignored: it must be one of {problem}"]
-            self.assertEqual(self.installed(**{f"PYGRAPH_{name}": value}), (TestFlags.DEFAULTS, told))
+            self.assertEqual(self.found(install_again, **{f"PYGRAPH_{name}": value}), (TestFlags.DEFAULTS, told))
         told = [f"pygraph_trees: PYGRAPH_DISABLE='enabled?' is ignored: it must be one of {words}. The patches go on."]
         self.assertEqual(self.found(environment.disabled, PYGRAPH_DISABLE="enabled?"), (False, told))
         told = ["pygraph_trees: PYGRAPH_VERFY is ignored: no such variable is known. Did you mean PYGRAPH_VERIFY?"]
-        self.assertEqual(self.installed(PYGRAPH_VERFY="1"), (TestFlags.DEFAULTS, told))
+        self.assertEqual(self.found(install_again, PYGRAPH_VERFY="1"), (TestFlags.DEFAULTS, told))
         wrong = {"PYGRAPH_VERFFY": "1", "PYGRAPH_VERIFY": "x", "PYGRAPH_DISABLE": "x"}
-        _, told = self.found(lambda: (install_again(times=2), inductor_patches.status()), **wrong)
+        _, told = self.found(lambda: (install_again(), install_again(), inductor_patches.status()), **wrong)
         self.assertEqual(len(told), 3, told)
 
     def test_each_variable_that_the_project_reads_is_known(self):
@@ -244,7 +244,7 @@ class TestEnvironment(TestCase):
         texts = [path.read_text(encoding="utf-8", errors="ignore") for path in files if path.is_file()]
         read = {name for text in texts for name in reads.findall(text)}
         self.assertGreaterEqual(len(read), 3)
-        _, told = self.installed(**dict.fromkeys(read - {"PYGRAPH_DISABLE"}, "1"))
+        _, told = self.found(install_again, **dict.fromkeys(read - {"PYGRAPH_DISABLE"}, "1"))
         self.assertEqual(told, [])
 
     @forked("compiler")
@@ -267,7 +267,7 @@ class TestEnvironment(TestCase):
 NEVER = {"triton.cudagraphs": True, "triton.pygraph_selective": "never"}
 
 
-class TestNever(TestCase):
+class TestNever(FlagsTestCase):
     """Under "never" a program is compiled as torch compiles it without CUDA graphs."""
 
     def setUp(self):
@@ -275,18 +275,9 @@ class TestNever(TestCase):
         torch._dynamo.reset()
         clear()
 
-    def settings_seen(self, fn, inputs, **how):
-        """Returns whether CUDA graphs were on, and the flags, when each graph of a program was compiled."""
-        seen = []
-        facts = lambda: (config.triton.cudagraphs, Settings.current().placement, are_graphs_left_out())  # noqa: E731
-        torch._dynamo.reset()
-        note = mock.patch.object(compiled, "attach", lambda *_: seen.append(facts()))
-        with note, config.patch({"force_disable_caches": True}):
-            found = torch.compile(fn, **how)(*inputs)
-            if found.requires_grad:
-                found.sum().backward()
-        self.assertFalse(are_graphs_left_out())
-        return seen
+    def placements(self, *program, **how):
+        """The placement, and whether CUDA graphs were on or left out, when each graph of a program was compiled."""
+        return [(settings.placement, *graphs) for settings, *graphs in self.seen_while_compiling(*program, **how)]
 
     def test_cuda_graphs_are_off_where_it_is_compiled(self):
         """Forwards and backwards, which are compiled later, however graphs are asked for."""
@@ -295,13 +286,12 @@ class TestNever(TestCase):
         for fn, inputs, graphs in ((product, [x], 1), (lambda x, w: x @ w @ w, [x, w], 2)):
             for patch, how in (({}, {"options": NEVER}), mode, (NEVER, {})):
                 with self.subTest(patch, graphs=graphs), config.patch(patch):
-                    self.assertEqual(self.settings_seen(fn, inputs, **how), [(False, "off", True)] * graphs)
+                    self.assertEqual(self.placements(fn, inputs, **how), [("off", False, True)] * graphs)
 
     def test_an_allocator_without_graph_pools(self):
         """Torch's trees would raise with ``backend:cudaMallocAsync``."""
         with mock.patch.object(torch._C, "_cuda_getAllocatorBackend", lambda: "cudaMallocAsync", create=True):
-            seen = self.settings_seen(product, [torch.ones(3, 3)], mode="reduce-overhead")
-            self.assertEqual(seen, [(False, "off", True)])
+            self.assertEqual(self.placements(mode="reduce-overhead"), [("off", False, True)])
             why = "the allocator backend cudaMallocAsync has no graph pools"
             self.assertEqual(why_not_graphed(Settings.current()), why)
         self.assertIsNone(why_not_graphed(Settings.current()))
@@ -309,14 +299,14 @@ class TestNever(TestCase):
     def test_else_nothing_changes(self):
         graphs = {"triton.cudagraphs": True}
         for options, expected in (
-            (graphs, (True, "full", False)),
-            ({**graphs, "triton.pygraph_selective": "auto"}, (True, "full", False)),
-            ({**graphs, "triton.pygraph_placement": "exact"}, (True, "exact", False)),
-            ({"triton.pygraph_selective": "never"}, (False, "off", False)),
-            ({"triton.cudagraphs": False}, (False, "full", False)),
+            (graphs, ("full", True, False)),
+            ({**graphs, "triton.pygraph_selective": "auto"}, ("full", True, False)),
+            ({**graphs, "triton.pygraph_placement": "exact"}, ("exact", True, False)),
+            ({"triton.pygraph_selective": "never"}, ("off", False, False)),
+            ({"triton.cudagraphs": False}, ("full", False, False)),
         ):
             with self.subTest(options):
-                self.assertEqual(self.settings_seen(product, [torch.ones(3, 3)], options=options), [expected])
+                self.assertEqual(self.placements(options=options), [expected])
 
     def test_artifacts_are_those_of_torch_without_graphs(self):
         """Neither cache returns an artifact that was made for CUDA graphs."""
