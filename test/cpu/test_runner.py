@@ -164,9 +164,7 @@ def programs(draw):
 
 
 class RunnerTestCase(WithFolder):
-    def setUp(self):
-        super().setUp()
-        self.files = 0
+    files = 0
 
     def module(self, source):
         """Loads the module from a file, as Inductor loads its code."""

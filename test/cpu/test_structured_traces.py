@@ -182,11 +182,7 @@ def looping(x):
 
 
 def decorated(forward):
-    @functools.wraps(forward)
-    def wrapper(self, x):
-        return forward(self, x)
-
-    return wrapper
+    return functools.wraps(forward)(lambda self, x: forward(self, x))
 
 
 class Decorated(torch.nn.Module):
