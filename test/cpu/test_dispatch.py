@@ -95,6 +95,19 @@ class TestManagers(TestCase):
         self.assertIsNone(gone())
         del manager
 
+    def test_only_replayed_calls_are_given_a_manager(self):
+        dispatch, manager = replayed()
+        for call in (None, len):
+            dispatch.go(call)
+            self.assertIs(manager_of(dispatch), manager if call is None else None)
+            seen = []
+            self.assertEqual(dispatch.replay(lambda _: seen.append(manager_of(dispatch)) or "outputs", []), "outputs")  # noqa: B023
+            self.assertEqual(seen, [manager])
+            self.assertIs(manager_of(dispatch), manager if call is None else None)
+        dispatch.go(len)
+        self.assertRaises(ZeroDivisionError, dispatch.replay, lambda _: 1 / 0, [])
+        self.assertIsNone(manager_of(dispatch))
+
 
 @unittest.skipIf(binding.extension is None, "not built for this torch")
 class TestThreads(TestCase):
@@ -161,22 +174,6 @@ class TestThreads(TestCase):
         with ThreadPoolExecutor(8) as threads:
             list(threads.map(work, range(20, 28)))
         self.assertEqual((wrong, len(self.dispatch.replayers)), ([], 8))
-
-
-@unittest.skipIf(binding.extension is None, "not built for this torch")
-class TestWays(TestCase):
-    def test_only_replayed_calls_are_given_a_manager(self):
-        dispatch, manager = replayed()
-        for call in (None, len):
-            dispatch.go(call)
-            self.assertIs(manager_of(dispatch), manager if call is None else None)
-            seen = []
-            self.assertEqual(dispatch.replay(lambda _: seen.append(manager_of(dispatch)) or "outputs", []), "outputs")  # noqa: B023
-            self.assertEqual(seen, [manager])
-            self.assertIs(manager_of(dispatch), manager if call is None else None)
-        dispatch.go(len)
-        self.assertRaises(ZeroDivisionError, dispatch.replay, lambda _: 1 / 0, [])
-        self.assertIsNone(manager_of(dispatch))
 
 
 class FakeManager:

@@ -47,10 +47,6 @@ from pygraph_trees.trees.recordings.recording import Recording
 from pygraph_trees.trees.recordings.records import why_recorded
 
 
-def enter(function, run):
-    return entered(function, run, Aligned(function, (), ()))
-
-
 def double(inputs):
     values = [x * 2 for x in inputs]
     inputs.clear()
@@ -72,10 +68,11 @@ def addressed(uses=True):
 class TestFunction(TestCase):
     def test_a_call_goes_past_the_wrappers_if_it_can(self):
         """The function is entered once, and only if inputs go by address."""
-        self.assertIs(enter(inference(indirection="off"), double), double)
+        self.assertIs(entered(off := inference(indirection="off"), double, Aligned(off, (), ())), double)
         function = inference(indirection="auto")
-        call, dispatch = enter(function, lambda inputs: ["the wrappers", *inputs]), function.dispatch
-        self.assertIs(enter(function, double), double)
+        aligned, dispatch = Aligned(function, (), ()), function.dispatch
+        call = entered(function, lambda inputs: ["the wrappers", *inputs], aligned)
+        self.assertIs(entered(function, double, aligned), double)
         self.assertEqual(call([1]), ["the wrappers", 1])
         replay_with(dispatch, replaying(lambda inputs, function_id: [function_id] if inputs == [1] else None), 7)
         self.assertEqual((call([1]), call([2])), ([7], ["the wrappers", 2]))
