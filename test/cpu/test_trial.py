@@ -130,6 +130,11 @@ class TrialTestCase(TestCase):
         self.steps(steps, function)
         return trial, function
 
+    def pair(self):
+        """A trial, its forward and its backward."""
+        trial, modes = self.trial(), ("forward", "backward")
+        return trial, *(Function(self.world, trial, kernels=2, mode=mode) for mode in modes)
+
     def measured(self, function, *ways):
         return sum(function.member.made(way) for way in ways or Execution)
 
@@ -411,8 +416,8 @@ class TestTrial(TrialTestCase):
 
     def test_nobody_waits_for_a_change(self):
         """A finalizer that comes during a change calls functions, and waits for a backward in another thread."""
-        trial, inside = self.trial(), []
-        forward, backward = (Function(self.world, trial, kernels=2, mode=mode) for mode in ("forward", "backward"))
+        trial, forward, backward = self.pair()
+        inside = []
 
         def finalize():
             if not inside:
