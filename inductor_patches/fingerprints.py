@@ -37,7 +37,8 @@ torch._inductor.cudagraph_trees CUDAGraphNode
         _is_cuda_graph_recorded_tensor _is_alias_of_live_recorded_tensor live_indices_after_graph
         expected_dead_indices_after_graph
     CUDAGraphNode._record(self, model, inputs): model graph
-    CUDAGraphNode._add_first_outputs(self, outputs): static_output_tensors
+    CUDAGraphNode._add_first_outputs(self, outputs): static_output_tensors recorded_liveness_after_graph
+        checkpointed_caching_state
     CUDAGraphNode._allocate_and_copy_recording_inputs(self, inputs): static_input
     CUDAGraphNode.check_invariants(self, inputs): CheckInvariantStatus cudagraph_managed_idxs
         expected_dead_indices_before_graph rerecord_if_static_inputs_change static_input_data_ptrs

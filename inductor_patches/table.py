@@ -109,7 +109,7 @@ _REBOUND: dict[str, dict[str, dict[str, str | Callable[[Any], Any]]]] = {
         },
         # A graph that the program captures may read outputs of recordings, and holds their addresses: outputs in the
         # graph pool, which later steps overwrite, are moved out before. Until torch tells when a capture begins. Before
-        # torch 2.13, a capture of the program that fails does not end for the allocator, whose blocks recordings need.
+        # torch 2.13, the allocator treats a program's failed capture as unfinished, and later recordings may crash.
         "torch.cuda": {
             "CUDAGraph.capture_begin": "pygraph_trees.trees.hooks.entry_points.capture_begin",
             "CUDAGraph.capture_end": "pygraph_trees.trees.hooks.entry_points.capture_end",

@@ -174,7 +174,7 @@ class _Rewriting:
         return self._stored(there, node) if counts and computes else there
 
     def _fold_parts(self, node: fx.Node) -> None:
-        """Folds what a constant is computed from: in Inductor's C++, too, integers of 8 and 16 bits may not wrap."""
+        """Folds the values that a constant depends on. In Inductor's C++, integers of 8 and 16 bits may not wrap."""
         folding = self._plan.folding
         computed = lambda n: [s for s in n.all_input_nodes if s in folding.constants and s.op == "call_function"]  # noqa: E731
         for part in nodes.reached({node} & folding.constants, lambda n: filter(folding.why_not, computed(n))):

@@ -14,7 +14,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from fake_trees import bare_manager
+from fake_trees import bare_manager, bare_recording
 from test_trees import double
 from torch._inductor.cudagraph_trees import FunctionID
 from torch.testing._internal.common_utils import TestCase, run_tests
@@ -28,6 +28,7 @@ from pygraph_trees.trees.functions.function import FunctionModel
 from pygraph_trees.trees.managers import calls
 from pygraph_trees.trees.managers.manager import Manager
 from pygraph_trees.trees.pools.capture_lock import DeviceBusy
+from pygraph_trees.trees.recordings import recording
 
 ID = FunctionID(0)
 
@@ -217,13 +218,15 @@ class TestContained(TestCase):
         self.assertEqual(self.call(lambda inputs: ["graphed"]), ["graphed"])
         self.manager.reclaiming.start_over.assert_called_once()
 
-    def test_no_call_is_graphed_once_an_assertion_of_the_allocator_failed(self) -> None:
-        """Another recording could crash."""
-        failed = RuntimeError('INTERNAL ASSERT FAILED at "/pytorch/c10/cuda/CUDACachingAllocator.cpp":3739')
-        with mock.patch.dict(calls._damaged):
-            self.check(lambda inputs: fails(failed))
-            self.check(upstream := mock.Mock())
-            upstream.assert_not_called()
+    def test_no_call_is_graphed_once_a_pool_could_not_be_read(self) -> None:
+        """Another recording could crash. Before a recording asks for the pool's state, errors have other causes."""
+        failed = mock.patch.object(recording.Upstream, "_add_first_outputs", lambda *_: fails(RuntimeError()))
+        for liveness, is_final in ([], False), ([[True]], True):
+            self.setUp()
+            node = bare_recording(recorded_liveness_after_graph=liveness, checkpointed_caching_state=None)
+            with failed, mock.patch.dict(calls._unreadable):
+                self.check(lambda inputs: node._add_first_outputs([], {}))  # noqa: B023
+                self.assertEqual(self.call(lambda inputs: ["graphed"]) != ["graphed"], is_final)
 
     def test_an_input_that_is_held_is_left_alone_from_then_on(self) -> None:
         self.check(mock.Mock(side_effect=HeldForTooLong(function="f")))

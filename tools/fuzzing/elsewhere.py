@@ -98,7 +98,7 @@ class Reader:
         with torch.cuda.stream(self._stream):
             torch.cuda._sleep(DELAY)
             self._read = [t.detach().clone() for t in tensors]
-        for tensor in (t for t in tensors if t.is_cuda):  # of one with a bit set, torch would free a copy twice
+        for tensor in (t for t in tensors if t.is_cuda):  # with a bit set, torch frees a copy twice
             plain = torch._neg_view(tensor) if tensor.is_neg() else tensor.conj() if tensor.is_conj() else tensor
             plain.record_stream(self._stream)
 

@@ -34,7 +34,7 @@ _FIRST_SEED = 1000  # calls from inside have other values than the calls around 
 
 OTHER = Case(
     (Input("a", (33, 8)), Input("b", (33, 8))),
-    ("w0 = torch.sin(a) * b + a", "w1 = w0.sum(0)"),  # the case's own constants are not called so
+    ("w0 = torch.sin(a) * b + a", "w1 = w0.sum(0)"),  # names that no case uses
     ("w0", "w1"),
 )
 

@@ -45,6 +45,10 @@ class HeldForTooLong(PygraphError, RuntimeError):
     )
 
 
+class UnreadablePool(PygraphError, RuntimeError):
+    template = "torch's allocator could not read the state of the graph pool: {error}"
+
+
 class Stage(enum.Enum):
     """How far a call has come. Only before :attr:`COMPUTED` may its code run again."""
 

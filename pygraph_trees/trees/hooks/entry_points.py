@@ -258,7 +258,7 @@ def capture_begin(upstream: Callable[..., None]) -> Callable[..., None]:
         if not (is_programs and LEAVES_BROKEN_CAPTURES):
             upstream(self, *args, **kwargs)
             return
-        pool = pool or torch.cuda.graph_pool_handle()  # torch would not tell the pool that it makes
+        pool = pool or torch.cuda.graph_pool_handle()  # torch does not return the id of a pool that it creates
         allocates = torch.cuda.current_device(), pool
         try:
             upstream(self, *args[1:], **{**kwargs, "pool": pool})
@@ -271,10 +271,10 @@ def capture_begin(upstream: Callable[..., None]) -> Callable[..., None]:
 
 
 def capture_end(upstream: Callable[..., None]) -> Callable[..., None]:
-    """Also tells torch's allocator that a capture of the program's own has ended, if it has failed.
+    """Also ends the allocations of a program's capture if the capture fails.
 
-    The allocator would otherwise keep a list of freed blocks that other streams have used, until a recording reads it.
-    By then, recordings have used the memory of some of them again, and the blocks themselves may be gone.
+    Otherwise the allocator treats the capture as unfinished. It defers the release of blocks that other streams have
+    used until the next recording. Recordings may have reused such blocks by then, and some may be deleted.
     """
     if not LEAVES_BROKEN_CAPTURES:
         return upstream

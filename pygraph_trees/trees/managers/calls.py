@@ -18,7 +18,7 @@ from torch._inductor import cudagraph_trees
 from pygraph_trees.reasons import Reason, Why
 
 from ..functions import fast_path
-from ..functions.containment import check_readable, contained, described, is_of_program, passes
+from ..functions.containment import UnreadablePool, check_readable, contained, described, is_of_program, passes
 from ..functions.function import FunctionModel
 from ..functions.home import is_used_elsewhere
 from ..functions.outputs import give_memory
@@ -40,7 +40,7 @@ _log = logging.getLogger("pygraph_trees.trees")
 
 Upstream: type = cudagraph_trees.CUDAGraphTreeManager
 _STATE = cudagraph_trees.ExecutionState
-_damaged: dict[int, Why] = {}  # by device, if an assertion of torch's allocator failed: more recordings could crash
+_unreadable: dict[int, Why] = {}  # devices where the state of a pool could not be read; recording again could crash
 _FORWARD, _BACKWARD = cudagraph_trees.CompilationMode.FORWARD, cudagraph_trees.CompilationMode.BACKWARD
 
 
@@ -100,7 +100,7 @@ class Calls(fast_path.TreeState, Upstream):
 
         if not isinstance(model, FunctionModel) or model.settings.indirection == "off":  # as upstream
             return run()
-        why = _damaged.get(self.device_index) or model.why_ungraphed or model.why_waits(function_id)
+        why = _unreadable.get(self.device_index) or model.why_ungraphed or model.why_waits(function_id)
         if why is not None:
             self._start_over()
             if model.why_ungraphed is not None and model.stop is not None:  # now: it frees what the failed call used
@@ -124,8 +124,8 @@ class Calls(fast_path.TreeState, Upstream):
             return
         _log.info("CUDA graphs start over", exc_info=error)
         self.why_start_over, self.starts_over_later = described(error), False
-        if "CUDACachingAllocator.cpp" in str(error):
-            _damaged[self.device_index] = self.why_start_over
+        if isinstance(error, UnreadablePool):
+            _unreadable[self.device_index] = self.why_start_over
         self._candidates.clear()
         self.warmed_up_functions.discard(function_id)
 

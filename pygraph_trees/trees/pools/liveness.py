@@ -20,9 +20,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 
 class CountsUpstreams(type):
-    """The metaclass of a class to which a name of upstream's is bound while the patches are on.
+    """Metaclass of a class that replaces one of upstream's, ``UPSTREAM``, while the patches are on.
 
-    Upstream's ``isinstance`` checks use the name, and must also accept what was made before.
+    Upstream's ``isinstance`` checks then name the replacement, but must also accept instances of the original.
     """
 
     def __instancecheck__(cls, instance: object) -> bool:
@@ -30,7 +30,7 @@ class CountsUpstreams(type):
 
 
 class OutputReference(StorageWeakRefWrapper, metaclass=CountsUpstreams):
-    """Upstream's weak reference to an output's storage; an interrupt while it is replaced frees none twice."""
+    """Upstream's weak reference to an output's storage; an interrupt during a swap does not free it twice."""
 
     UPSTREAM = StorageWeakRefWrapper
 

@@ -18,7 +18,7 @@ from pygraph_trees.indirection.table.pointer_table import taken_by_variants
 from pygraph_trees.reasons import Reason, Why
 from pygraph_trees.report.naming import BACKWARD
 
-from ..functions.containment import forget_frames, passes
+from ..functions.containment import UnreadablePool, forget_frames, passes
 from ..functions.function import FunctionModel, text_of
 from ..pools import pools
 from ..pools.pools import ranges_of
@@ -63,7 +63,7 @@ class Attempts:
                 break
             except Exception as error:
                 is_another = self._left_table or self.refused.keys() != refused.keys()
-                if not self._kept or isinstance(error, NotStaged) or not is_another:
+                if not self._kept or isinstance(error, NotStaged | UnreadablePool) or not is_another:
                     if not is_tried_again:
                         # This call cannot try again, so later calls record without placeholders.
                         getattr(self.model, "refused", {}).update(self.refused)

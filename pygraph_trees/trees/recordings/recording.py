@@ -32,7 +32,7 @@ from pygraph_trees.report.log import RecordingLog
 from pygraph_trees.report.naming import BACKWARD, FORWARD
 from pygraph_trees.settings import is_upstream_debugged
 
-from ..functions.containment import Stage, place_of, progress_of
+from ..functions.containment import Stage, UnreadablePool, place_of, progress_of
 from ..functions.function import FunctionModel
 from ..functions.lanes import Number
 from ..functions.outputs import as_they_read, is_on_live_input, makers_of_empty, without_staged
@@ -314,7 +314,13 @@ class Recording(Replayed, metaclass=CountsUpstreams):
         # Upstream neither frees nor checks outputs on a persistent input. It only checks that the input is alive, and
         # placeholder tensors are.
         placeholders = {} if live is None else dict.fromkeys(live.storages, lambda: True)
-        super()._add_first_outputs(outputs, static_input_persistent_storage_ptrs | placeholders)
+        try:
+            super()._add_first_outputs(outputs, static_input_persistent_storage_ptrs | placeholders)
+        except RuntimeError as error:
+            # Upstream sets the first, asks the allocator for the pool's state, and sets the second.
+            if self.recorded_liveness_after_graph and self.checkpointed_caching_state is None:
+                raise UnreadablePool(error=error) from error
+            raise
         for position, output in enumerate(outputs):
             if live is not None and is_cuda(output) and is_on_live_input(live, position, output):
                 self.static_output_tensors[position] = torch.empty(0)  # the output is rebuilt from each call's input
