@@ -251,6 +251,30 @@ class TestConditions(BackwardTest, WithFolder):
             with self.subTest(hook=name):
                 self.assertGreater(len(self.compare(program, why={Reason.PARAMETER_HOOKED: 1})), 0)
 
+    @as_engine(why={Reason.PARAMETER_HOOKED: 1}, result=lambda seen: len(seen) == 1)
+    def test_a_hook_on_several_parameters(model, call):
+        seen = []
+        put = torch.autograd.graph.register_multi_grad_hook
+        put(tuple(model.parameters()), lambda given: seen.append([g is None for g in given]))
+        step(model, call)
+        return seen
+
+    @as_engine(why={Reason.PARAMETER_HOOKED: 2})
+    def test_optimizers_in_hooks(model, call):
+        optimizers = {p: torch.optim.SGD([p], 0.1) for p in model.parameters()}
+        for p in model.parameters():
+            p.register_post_accumulate_grad_hook(lambda p: optimizers[p].step() or optimizers[p].zero_grad())
+        for _ in range(2):
+            step(model, call)
+
+    @as_engine(why={Reason.PARAMETER_HOOKED: 1}, result=[False])
+    def test_a_callback_that_a_hook_queues(model, call):
+        seen, queue = [], torch.autograd.Variable._execution_engine.queue_callback
+        look = lambda: seen.append(model.layers[4].weight.grad is None)  # noqa: E731
+        model.layers[0].weight.register_hook(lambda _: queue(look))
+        step(model, call)
+        return seen
+
     def test_ddp(self):
         def program(model, call):
             wrapped = accumulating.compiled(nn.parallel.DistributedDataParallel(model))
