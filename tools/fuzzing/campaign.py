@@ -16,6 +16,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
@@ -40,6 +41,7 @@ FAILED = 1  # exit status of a worker that found and sent a failure
 _POLL_S = 0.2
 _LONGEST_START_S = 300.0  # on a busy machine with cold disks
 _MOST_TRIES = 40  # to make a deadly case smaller
+_MOST_REASONS = 12  # that are printed
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,13 +78,12 @@ class Counts:
     on_lanes: int = 0  # recordings with kernels side by side
     unguarded: int = 0  # calls without Dynamo's guards
     uses: dict[str, int] = field(default_factory=dict)  # programs that eager can run, by the features they use
+    reasons: dict[str, int] = field(default_factory=dict)  # calls un-graphed, by the reason without its digits
 
     def add(self, other: Counts) -> None:
         for name, value in asdict(other).items():
-            if isinstance(value, int):
-                setattr(self, name, getattr(self, name) + value)
-        for use, count in other.uses.items():
-            self.uses[use] = self.uses.get(use, 0) + count
+            own = getattr(self, name)
+            setattr(self, name, own + value if isinstance(value, int) else dict(Counter(own) + Counter(value)))
 
     def __str__(self) -> str:
         told = {
@@ -100,8 +101,10 @@ class Counts:
         return ", ".join([f"{self.cases} programs", f"{self.calls} calls", *found])
 
     def table(self) -> str:
-        """A line for each feature, with the number of programs that use it."""
-        return "\n".join(f"{self.uses.get(use, 0):6} programs with {use}" for use in USES)
+        """A line for each feature, with the number of its programs, and for each reason for many un-graphed calls."""
+        reasons = Counter(self.reasons).most_common(_MOST_REASONS)
+        lines = [f"{self.uses.get(use, 0):6} programs with {use}" for use in USES]
+        return "\n".join([*lines, *(f"{count:6} calls un-graphed: {reason}" for reason, count in reasons)])
 
 
 @dataclass(frozen=True, slots=True)

@@ -97,15 +97,13 @@ class Memory:
         self._forget_views(item)
         old = self.blocks.pop(name, None)
         self.blocks[name] = fresh
-        if old is None:
-            return
-        if item.place == "fresh":
+        if old is not None and item.place == "fresh":
             self._kept.append(old)
-            return
-        size = old.numel()
-        del old
-        # Likely reuses the freed memory, unless a tensor of the program holds it, and overwrites it.
-        self._kept.append(torch.zeros(size, dtype=item.torch_dtype, device=self.device))
+        elif old is not None:
+            size = old.numel()
+            del old
+            # Likely reuses the freed memory, unless a tensor of the program holds it, and overwrites it.
+            self._kept.append(torch.zeros(size, dtype=item.torch_dtype, device=self.device))
 
     def _forget_views(self, item: Input) -> None:
         for other in self.case.inputs:

@@ -11,6 +11,7 @@ import faulthandler
 import gc
 import json
 import os
+import re
 import sys
 import threading
 import time
@@ -136,7 +137,11 @@ class Worker:
         branches = [r.branches for f in functions for r in f.recordings if r.branches is not None]
         self.counts.on_lanes += sum(found.lanes > 1 for found in branches)
         self.counts.unguarded, _ = direct_calls.counts()
-        self.counts.ungraphed_calls += sum(f.ungraphed_calls for f in functions)
+        reasons = self.counts.reasons
+        for function in functions:
+            reason = re.sub(r"\d+", "N", str(function.why_ungraphed))
+            reasons[reason] = reasons.get(reason, 0) + function.ungraphed_calls
+        self.counts.ungraphed_calls = sum(reasons.values())
         self._say(self._counted())
 
     def _counted(self) -> dict[str, Any]:
