@@ -235,6 +235,8 @@ torch._dynamo.eval_frame _TorchDynamoContext.__call__
         _forward_pre_hooks _global_backward_pre_hooks _global_backward_hooks _global_forward_hooks
         _global_forward_pre_hooks
     torch._guards TracingContext.try_get: _TLS
+    2.11-2.13 torch.fx._symbolic_trace Tracer.trace(self, root): _is_fx_tracing_flag
+    2.14-2.15 torch.fx._symbolic_trace Tracer.trace(self, root): _set_is_fx_tracing patch_method Module
     torch._dynamo.guards CheckFunctionManager.invalidate(self, obj_str): cache_entry extra_state
 
 torch._functorch._aot_autograd.runtime_wrappers _AutogradSavedState.save_from_forward

@@ -74,6 +74,11 @@ def has_size_hint() -> bool:
     return hasattr(_torch("_inductor.sizevars").SizeVarAllocator, "size_hint")  # up to 2.11
 
 
+def marks_traces_by_thread() -> bool:
+    """Whether each thread has a mark of its own while FX traces."""
+    return hasattr(_torch("fx._symbolic_trace"), "_is_fx_tracing_tls")  # since 2.14
+
+
 def are_call_marks_wrapped() -> bool:
     """Whether the marks around a compiled function's inputs go through ``torch._dynamo.disable``."""
     return hasattr(_torch("_dynamo.utils").record_pregraph_bytecode_enter, "__wrapped__")  # up to 2.14

@@ -275,7 +275,8 @@ def bare_recording(parent=None, references=(), **state):
     empty = (
         "cudagraph_managed_idxs expected_dead_indices_after_graph expected_dead_indices_before_graph fixed"
         " input_copy_idxs non_managed_static_input_idxs non_static_input_idx preserved_aliased_inputs"
-        " reconstructed_inputs static_input_data_ptrs static_input_idxs tensor_static_input_idxs"
+        " path_user_visible_storage_groups reconstructed_inputs static_input_data_ptrs static_input_idxs"
+        " tensor_static_input_idxs"
     )
     known = {name: [] for name in empty.split()} | {
         "_parent": None if parent is None else weakref.ref(parent),

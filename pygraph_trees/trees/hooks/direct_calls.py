@@ -19,7 +19,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from torch._dynamo import eval_frame
+from torch._dynamo import config, eval_frame
 from torch._dynamo.convert_frame import output_codes
 from torch._dynamo.mutation_guard import GenerationTracker
 from torch._guards import _TLS, TracingContext
@@ -27,7 +27,7 @@ from torch.autograd import profiler
 from torch.fx import _symbolic_trace
 from torch.nn.modules import module as modules
 
-from pygraph_trees.compat import dynamic_mark
+from pygraph_trees.compat import dynamic_mark, marks_traces_by_thread
 from pygraph_trees.native import binding
 from pygraph_trees.reasons import Reason, Why
 from pygraph_trees.settings import Settings
@@ -82,10 +82,19 @@ def entering(upstream: Callable[..., Any]) -> Callable[..., Any]:
         made = upstream(self, fn)
         mode = _mode(self)
         if mode is not None and isinstance(made, FunctionType) and made.__code__.co_name == _WRAPPER:
+            # By default, since torch 2.14, guards that compare objects are not last, and do not work in a clone.
+            if not config.use_lamba_guard_for_object_aliasing and _compare_last() not in self.enter_exit_hooks:
+                self.enter_exit_hooks.append(_compare_last())
             enter(made, eval_frame.innermost_backend(self.callback), mode)
         return made
 
     return __call__
+
+
+@functools.cache
+def _compare_last() -> Callable[[], Callable[[], None]]:
+    change: Callable[[], Callable[[], None]] = config._make_closure_patcher(use_lamba_guard_for_object_aliasing=True)
+    return change
 
 
 def _mode(context: Any) -> str | None:
@@ -95,10 +104,10 @@ def _mode(context: Any) -> str | None:
     backend = eval_frame.innermost_backend(context.callback)
     if not isinstance(backend, torch._TorchCompileInductorWrapper):
         return None
-    from torch._inductor import config
+    from torch._inductor import config as inductor_config
 
     options = backend.config
-    is_graphed = options.get("triton.cudagraphs", config.triton.cudagraphs)
+    is_graphed = options.get("triton.cudagraphs", inductor_config.triton.cudagraphs)
     mode: str = options.get("triton.pygraph_entry", Settings.current().entry)
     hooks = (getattr(hook, "__qualname__", "") for hook in context.enter_exit_hooks)
     is_plain = getattr(context, "_isolate_recompiles_id", -1) == -1 and all(hook.endswith(_HARMLESS) for hook in hooks)
@@ -207,11 +216,15 @@ def _settings() -> list[Step]:
     stance = eval_frame._stance
     if stance.stance != "default" or stance.backend is not None or stance.skip_guard_eval_unsafe:
         raise Refused(Reason.STANCE())
-    switches = {profiler: "_is_profiler_enabled", _symbolic_trace: "_is_fx_tracing_flag"}
-    switches[torch.compiler] = "_is_exporting_flag"
+    switches = {profiler: "_is_profiler_enabled", torch.compiler: "_is_exporting_flag"}
+    if not marks_traces_by_thread():
+        switches[_symbolic_trace] = "_is_fx_tracing_flag"
     off = [("item", vars(place), name, False) for place, name in switches.items()]
-    if TracingContext.try_get() is not None or any(items[name] is not value for _, items, name, value in off):
+    is_inside = TracingContext.try_get() is not None or _symbolic_trace.is_fx_symbolic_tracing()
+    if is_inside or any(items[name] is not value for _, items, name, value in off):
         raise Refused(Reason.DIRECT_INSIDE())
+    # While FX traces, this class has other methods; later it is as before, with another version.
+    off += [("class", torch.nn.Module, None, None)] if marks_traces_by_thread() else []
     return [("item", vars(eval_frame), "_stance", stance), *off]
 
 
