@@ -103,7 +103,7 @@ class DirectTest(unittest.TestCase):
         torch._dynamo.reset()
         self.counter = CompileCounter()
         self.assertTrue(direct_calls._is_as_expected())
-        self.addCleanup(direct_calls._compare_last()())  # `entering` does so around calls of torch's
+        self.addCleanup(direct_calls._compare_last())  # `entering` does so around calls of torch's
         self.addCleanup(torch._dynamo.reset)
 
     def compiled(self, fn, entry="check", **options):

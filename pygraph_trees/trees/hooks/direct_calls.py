@@ -44,6 +44,8 @@ _HOOKS = ("_backward_hooks", "_backward_pre_hooks", "_forward_hooks", "_forward_
 # What runs around a call of torch's and changes no call that compiles nothing.
 _HARMLESS = ("OptimizeContext.__init__.<locals>.on_enter", "call_on_enter", "_make_closure_patcher.<locals>.change")
 
+# Since torch 2.14, guards that compare objects are by default not last, and then do not work in a clone.
+_compare_last: Any = config._make_closure_patcher(use_lamba_guard_for_object_aliasing=True)
 _MODULE_CALL: Any = eval_frame.OptimizedModule.__call__
 
 _log = logging.getLogger("pygraph_trees.trees")
@@ -82,19 +84,12 @@ def entering(upstream: Callable[..., Any]) -> Callable[..., Any]:
         made = upstream(self, fn)
         mode = _mode(self)
         if mode is not None and isinstance(made, FunctionType) and made.__code__.co_name == _WRAPPER:
-            # By default, since torch 2.14, guards that compare objects are not last, and do not work in a clone.
-            if not config.use_lamba_guard_for_object_aliasing and _compare_last() not in self.enter_exit_hooks:
-                self.enter_exit_hooks.append(_compare_last())
+            if not config.use_lamba_guard_for_object_aliasing and _compare_last not in self.enter_exit_hooks:
+                self.enter_exit_hooks.append(_compare_last)
             enter(made, eval_frame.innermost_backend(self.callback), mode)
         return made
 
     return __call__
-
-
-@functools.cache
-def _compare_last() -> Callable[[], Callable[[], None]]:
-    change: Callable[[], Callable[[], None]] = config._make_closure_patcher(use_lamba_guard_for_object_aliasing=True)
-    return change
 
 
 def _mode(context: Any) -> str | None:
@@ -223,9 +218,9 @@ def _settings() -> list[Step]:
     is_inside = TracingContext.try_get() is not None or _symbolic_trace.is_fx_symbolic_tracing()
     if is_inside or any(items[name] is not value for _, items, name, value in off):
         raise Refused(Reason.DIRECT_INSIDE())
-    # While FX traces, this class has other methods; later it is as before, with another version.
-    off += [("class", torch.nn.Module, None, None)] if marks_traces_by_thread() else []
-    return [("item", vars(eval_frame), "_stance", stance), *off]
+    # While FX traces, this class has other methods; later it has those of before, and another version.
+    traces: list[Step] = [("class", torch.nn.Module, None, None)] if marks_traces_by_thread() else []
+    return [("item", vars(eval_frame), "_stance", stance), *off, *traces]
 
 
 def _target(fn: Any) -> tuple[FunctionType, Any, list[Step]]:
