@@ -249,6 +249,7 @@ class TestProgramPools(TestCase):
 
     def setUp(self):
         super().setUp()
+        self.enterContext(mock.patch("torch.cuda.is_current_stream_capturing", lambda: False))
         self.active, self.users = [], Counter()  # pools in torch's order
         memory, begins, ends = torch.cuda.memory, program_pools.begins(self.begin), program_pools.ends(self.end)
         for name, function, patched in (
