@@ -1,17 +1,19 @@
 """The fuzzer finds the fault of a wrong compiler: its program is made small, printed, noted and run again."""
 
+import functools
 import os
 import sys
 from pathlib import Path
 from unittest import mock
 
+import torch
 from torch.testing._internal.common_utils import run_tests
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parents[1] / "tools"), str(HERE)]
 
 from commands import WithFolder, run
-from fuzzing import command_line, ledger
+from fuzzing import check, command_line, ledger
 from fuzzing.case import read
 
 SEED = 27  # its first program is small
@@ -53,6 +55,22 @@ class TestCommand(WithFolder):
     def test_an_expanded_tensor_that_was_fed_back_is_restored_after_a_fault(self):
         (path := self.folder / "case.py").write_text(EXPANDED)
         self.assertEqual(self._main(path)[:2], (0, "agrees with eager\n"))
+
+    def test_constants_that_torch_computes_otherwise_on_the_cpu_are_torchs(self):
+        wrong, differing = check.InexactConstant("other bits"), {"ours"}
+        wrong.names = frozenset({"['output'][0]"})
+
+        def compare(case, alive, way, reference, tolerance, *, device, exact=None, **_):
+            if exact is not False and (way in differing or f"{way} on {device.type}" in differing):
+                raise wrong
+            return check.Verdict(1)
+
+        run = functools.partial(check.check, read(EXPANDED), torch.device("cuda", 0), under_test="ours")
+        with mock.patch.object(check, "_compare", compare):
+            self.assertRaises(check.InexactConstant, run, control="compile")
+            differing.add("compile on cpu")
+            self.assertRaises(check.InexactConstant, run)
+            self.assertEqual(run(control="compile").torch_differs, "other bits")
 
     def test_the_ledgers_table_is_in_contributing(self):
         text = (HERE.parents[1] / "CONTRIBUTING.md").read_text(encoding="utf-8")

@@ -41,7 +41,6 @@ FAILED = 1  # exit status of a worker that found and sent a failure
 _POLL_S = 0.2
 _LONGEST_START_S = 300.0  # on a busy machine with cold disks
 _MOST_TRIES = 40  # to make a deadly case smaller
-_MOST_REASONS = 12  # that are printed
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,11 +73,10 @@ class Counts:
     torch_differs: int = 0  # the control differs from eager as well
     replays: int = 0
     recordings: int = 0
-    ungraphed_calls: int = 0
     on_lanes: int = 0  # recordings with kernels side by side
     unguarded: int = 0  # calls without Dynamo's guards
     uses: dict[str, int] = field(default_factory=dict)  # programs that eager can run, by the features they use
-    reasons: dict[str, int] = field(default_factory=dict)  # calls un-graphed, by the reason without its digits
+    ungraphed: dict[str, int] = field(default_factory=dict)  # calls, by the reason without its digits
 
     def add(self, other: Counts) -> None:
         for name, value in asdict(other).items():
@@ -92,7 +90,7 @@ class Counts:
             "replays": self.replays,
             "recordings": self.recordings,
             "recordings on lanes": self.on_lanes,
-            "calls un-graphed": self.ungraphed_calls,
+            "calls un-graphed": sum(self.ungraphed.values()),
             "calls without guards": self.unguarded,
             "programs where torch differs from eager as well": self.torch_differs,
             "that eager cannot run": self.invalid,
@@ -101,10 +99,10 @@ class Counts:
         return ", ".join([f"{self.cases} programs", f"{self.calls} calls", *found])
 
     def table(self) -> str:
-        """A line for each feature, with the number of its programs, and for each reason for many un-graphed calls."""
-        reasons = Counter(self.reasons).most_common(_MOST_REASONS)
+        """Lines: how many programs use each feature, and the most frequent reasons for un-graphed calls."""
         lines = [f"{self.uses.get(use, 0):6} programs with {use}" for use in USES]
-        return "\n".join([*lines, *(f"{count:6} calls un-graphed: {reason}" for reason, count in reasons)])
+        lines += [f"{count:6} calls un-graphed: {why}" for why, count in Counter(self.ungraphed).most_common(12)]
+        return "\n".join(lines)
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +140,7 @@ def run(
         with contextlib.suppress(KeyboardInterrupt, SystemExit):  # what was found until then counts
             while (workers or judged) and len(outcome.failures) < campaign.most_failures:
                 time.sleep(_POLL_S)
-                seen = replace(outcome.counts, uses=dict(outcome.counts.uses))
+                seen = replace(outcome.counts)
                 for worker in workers:
                     seen.add(worker.counts())
                 gone = time.monotonic() - start  # the total is reported once, at the end

@@ -56,10 +56,6 @@ class Raised(Mismatch):
         self.way = way
 
 
-class NotGraphedAgain(Mismatch):
-    """After a fault, calls stay un-graphed."""
-
-
 class InexactConstant(Mismatch):
     """A moved constant has other bits than eager's."""
 
@@ -102,11 +98,12 @@ def check(
     try:
         verdict = compare(under_test, "eager", tolerance)
     except InexactConstant as error:
-        found = functools.partial(_mismatch, compare, UNGRAPHED, tolerance, exact=True)
-        theirs = None if control is None else found()
-        if control is not None and not (theirs is not None and error.names & theirs.names):
-            with contextlib.suppress(InvalidCase):  # eager may be unable to run it there
-                theirs = found(device=torch.device("cpu"))
+        if control is None:
+            raise
+        theirs = _mismatch(compare, UNGRAPHED, tolerance, exact=True)
+        if theirs is None or not error.names & theirs.names:  # torch may have computed them on another device than ours
+            with contextlib.suppress(InvalidCase):  # if eager cannot run it there
+                theirs = _mismatch(compare, UNGRAPHED, tolerance, exact=True, device=torch.device("cpu"))
         if theirs is None or not error.names & theirs.names:
             raise
         # Torch's decompositions change the last place, too, and signs of zeros, which choose a side of a branch cut.
@@ -231,7 +228,7 @@ def _compare(
         last = _ungraphed_calls() - ungraphed
         caught, why = runners[1].caught, {f.why_ungraphed for f in journal.records()[1] if f.ungraphed_calls}
     if caught and last > (usual := _ungraphed_at_the_end(case, device, subject) if last else 0):
-        raise NotGraphedAgain(
+        raise Mismatch(
             f"after {caught} faults, {last} functions run un-graphed in the last call; usually {usual}: {sorted(why)}"
         )
     return Verdict(agreed, inside, caught)

@@ -115,6 +115,7 @@ def main(arguments: Sequence[str]) -> int:
     print(outcome.counts, outcome.counts.table(), sep="\n")
     if options.ledger is not None:
         counts = {name: value for name, value in asdict(outcome.counts).items() if isinstance(value, int)}
+        counts["ungraphed_calls"] = sum(outcome.counts.ungraphed.values())
         on = f"{torch.cuda.device_count()} {torch.cuda.get_device_name()}" if on_gpu else "none"
         failures = [f"{seed}-{failure.number}: {failure.message.splitlines()[0]}" for failure in outcome.failures]
         ran = Entry(code_hash()[:8], torch.__version__, on, [seed], outcome.counts.cases, options.everything, failures)

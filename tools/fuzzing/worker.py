@@ -137,11 +137,9 @@ class Worker:
         branches = [r.branches for f in functions for r in f.recordings if r.branches is not None]
         self.counts.on_lanes += sum(found.lanes > 1 for found in branches)
         self.counts.unguarded, _ = direct_calls.counts()
-        reasons = self.counts.reasons
         for function in functions:
-            reason = re.sub(r"\d+", "N", str(function.why_ungraphed))
-            reasons[reason] = reasons.get(reason, 0) + function.ungraphed_calls
-        self.counts.ungraphed_calls = sum(reasons.values())
+            why = re.sub(r"\d+", "N", function.why_ungraphed)
+            self.counts.ungraphed[why] = self.counts.ungraphed.get(why, 0) + function.ungraphed_calls
         self._say(self._counted())
 
     def _counted(self) -> dict[str, Any]:
