@@ -212,15 +212,15 @@ def _settings() -> list[Step]:
     if stance.stance != "default" or stance.backend is not None or stance.skip_guard_eval_unsafe:
         raise Refused(Reason.STANCE())
     switches = {profiler: "_is_profiler_enabled", torch.compiler: "_is_exporting_flag"}
-    if not marks_traces_by_thread():
+    steps: list[Step] = [("item", vars(eval_frame), "_stance", stance)]
+    if marks_traces_by_thread():  # while FX traces, this class has other methods; later it has another version
+        steps.append(("class", torch.nn.Module, None, None))
+    else:
         switches[_symbolic_trace] = "_is_fx_tracing_flag"
-    off = [("item", vars(place), name, False) for place, name in switches.items()]
     is_inside = TracingContext.try_get() is not None or _symbolic_trace.is_fx_symbolic_tracing()
-    if is_inside or any(items[name] is not value for _, items, name, value in off):
+    if is_inside or any(vars(place)[name] is not False for place, name in switches.items()):
         raise Refused(Reason.DIRECT_INSIDE())
-    # While FX traces, this class has other methods; later it has those of before, and another version.
-    traces: list[Step] = [("class", torch.nn.Module, None, None)] if marks_traces_by_thread() else []
-    return [("item", vars(eval_frame), "_stance", stance), *off, *traces]
+    return [*steps, *(("item", vars(place), name, False) for place, name in switches.items())]
 
 
 def _target(fn: Any) -> tuple[FunctionType, Any, list[Step]]:
