@@ -4,6 +4,7 @@ import functools
 import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import torch
@@ -13,8 +14,10 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parents[1] / "tools"), str(HERE)]
 
 from commands import WithFolder, run
-from fuzzing import check, command_line, ledger
+from fuzzing import check, command_line, everything, ledger
 from fuzzing.case import read
+
+from pygraph_trees.edges.units import Access
 
 SEED = 27  # its first program is small
 
@@ -71,6 +74,38 @@ class TestCommand(WithFolder):
             differing.add("compile on cpu")
             self.assertRaises(check.InexactConstant, run)
             self.assertEqual(run(control="compile").torch_differs, "other bits")
+
+    def test_bits_are_compared_where_the_reference_repeats_them(self):
+        case, alive, varies = read(EXPANDED), mock.Mock(), mock.Mock(return_value=False)
+
+        def compare(case, alive, way, reference, tolerance, *, device):
+            if tolerance or (way != reference and way != "same") or (way == reference and varies()):
+                raise check.Mismatch(f"{way} against {reference}")
+            return check.Verdict(3)
+
+        with mock.patch.object(check, "_compare", compare):
+            bits = functools.partial(check.check_bits, case, torch.device("cpu"), reference="chain", alive=alive)
+            self.assertEqual(bits("same"), 3)
+            varies.side_effect = [False, False]
+            self.assertRaisesRegex(check.Mismatch, "^other against chain$", bits, "other")
+            varies.side_effect = [False, True]
+            self.assertEqual(bits("other"), 0)
+
+    def test_memory_is_freed_if_an_operation_wrote_it_and_it_is_free_in_a_pool(self):
+        def block(start, state):
+            return {"address": start, "size": 64, "state": state}
+
+        def segment(pool, *blocks):
+            return {"segment_pool_id": pool, "blocks": blocks}
+
+        accesses = (Access(16, 32, True), Access(32, 48, False), Access(120, 200, True), Access(300, 310, True))
+        operations = SimpleNamespace(found=[SimpleNamespace(declared=accesses), SimpleNamespace(declared=accesses[:1])])
+        segments = [
+            segment((0, 1), block(0, "inactive"), block(64, "active_allocated"), block(128, "inactive")),
+            segment((0, 0), block(256, "inactive")),
+        ]
+        with mock.patch("torch.cuda.memory_snapshot", return_value=segments):
+            self.assertEqual(everything.freed(operations), [(16, 32), (128, 192)])
 
     def test_the_ledgers_table_is_in_contributing(self):
         text = (HERE.parents[1] / "CONTRIBUTING.md").read_text(encoding="utf-8")

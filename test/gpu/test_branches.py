@@ -9,6 +9,7 @@ select different block sizes for their reductions, which changes the rounding.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections import Counter
 from dataclasses import replace
@@ -18,7 +19,7 @@ from unittest import mock
 import torch
 import torch._functorch.config
 import torch._inductor.config
-from fuzzing.everything import delayed
+from fuzzing.everything import delayed, poisoned
 from parity import both_sides, clean, requires_cuda
 from torch._inductor.utils import fresh_cache
 from torch.testing._internal.common_utils import TestCase, run_tests
@@ -26,7 +27,7 @@ from torch.testing._internal.common_utils import TestCase, run_tests
 import pygraph_trees
 from pygraph_trees.cuda.driver import driver
 from pygraph_trees.cuda.graph_nodes import KernelNode, NodeKind
-from pygraph_trees.edges import branches, trial
+from pygraph_trees.edges import branches, rewriting, trial
 from pygraph_trees.edges.data_flow import Forecast
 from pygraph_trees.edges.order import reduced
 from pygraph_trees.reasons import Reason
@@ -368,12 +369,37 @@ class TestSideBySide(BranchesTestCase):
                     )
 
     def test_values_with_delays(self):
-        """Spin kernels of up to 50 us are part of a random half of the operations."""
+        """Spin kernels of up to 50 us are part of a random half of the operations, and old results are overwritten."""
         for program in (mlps, bags, critics, in_place, split_matmuls):
             expected = self.values(program, "off")
             for seed in range(3):
-                with self.subTest(program.__name__, seed=seed), delayed(seed):
+                with self.subTest(program.__name__, seed=seed), delayed(seed), poisoned():
                     self.check(program, expected)
+
+    def test_a_missing_edge_shows_if_old_results_are_overwritten(self):
+        """An operation that waits for nothing reads what the replay before has left."""
+
+        def spans(unit, *, write):
+            return {(access.start, access.end) for access in unit.accesses if access.write is write}
+
+        def one_too_few(units, needs, times_us):
+            made = [spans(unit, write=True) for unit in units]
+            late = max(i for i, u in enumerate(units) if any(spans(u, write=False) & before for before in made[:i]))
+            pairs = branches_edges(units, needs, times_us)
+            before, after = ([p[i] for p in pairs if p[1 - i] == late] for i in (0, 1))
+            kept = {pair for pair in pairs if pair[1] != late}
+            return sorted(kept | {*itertools.product(before, after)}, key=lambda pair: pair[::-1])
+
+        branches_edges, shown = branches.lane_edges, []
+        for patch in (poisoned(), contextlib.nullcontext()):
+            with (
+                mock.patch.object(branches, "lane_edges", one_too_few),
+                mock.patch.object(rewriting, "missing", lambda *_: []),
+                patch,
+            ):
+                found = self.values(mlps, "always")
+            shown.append(any(t.isnan().any().item() for given in found for t in given))
+        self.assertEqual(shown, [True, False])
 
     def test_outputs_that_are_kept(self):
         for program in (mlps, bags, two_graphs):

@@ -74,6 +74,7 @@ class Counts:
     replays: int = 0
     recordings: int = 0
     on_lanes: int = 0  # recordings with kernels side by side
+    as_chain: int = 0  # calls with the bits that the captured order gives
     unguarded: int = 0  # calls without Dynamo's guards
     uses: dict[str, int] = field(default_factory=dict)  # programs that eager can run, by the features they use
     ungraphed: dict[str, int] = field(default_factory=dict)  # calls, by the reason without its digits
@@ -91,6 +92,7 @@ class Counts:
             "recordings": self.recordings,
             "recordings on lanes": self.on_lanes,
             "calls un-graphed": sum(self.ungraphed.values()),
+            "calls with the chain's bits": self.as_chain,
             "calls without guards": self.unguarded,
             "programs where torch differs from eager as well": self.torch_differs,
             "that eager cannot run": self.invalid,

@@ -27,6 +27,7 @@ from .around import LATE, at
 from .beside import Beside
 from .case import Case
 from .elsewhere import Elsewhere, Reader, Threads
+from .everything import CHAIN, in_order
 from .faults import Fault
 from .gradients import Gradients, gradients, loss_of
 from .inner import OTHER, Inner, Target
@@ -335,6 +336,15 @@ def _way(
     fn: Callable[..., Any], kind: str
 ) -> tuple[Callable[..., Any], Callable[[], AbstractContextManager[Any]], Callable[[], None], Callable[[], bool]]:
     """The callable of a way, the context for calls, what frees it, and whether the last call was not a replay."""
+    if kind == CHAIN:
+        callable_, active, close, recorded = _way(fn, "ours")
+
+        @contextlib.contextmanager
+        def active_in_order() -> Iterator[None]:
+            with active(), in_order():
+                yield
+
+        return callable_, active_in_order, close, recorded
     if kind in FLAGS:
         (way,) = make_ways(Program(fn), [kind])
         call = way.callable, way.active

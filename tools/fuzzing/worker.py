@@ -30,7 +30,7 @@ from pygraph_trees.trees.hooks import direct_calls
 from . import everything
 from .campaign import FAILED, POISONED, POISONED_BY_EAGER, Counts, Failure
 from .case import Case, read
-from .check import InvalidCase, Mismatch, check, device_of, is_lost
+from .check import InvalidCase, Mismatch, check, check_bits, device_of, is_lost
 from .programs import program
 from .reduction import reduce
 from .uses import uses
@@ -105,6 +105,12 @@ class Worker:
                 control=self._told["control"],
                 alive=self._alive,
             )
+            on_lanes = self.counts.on_lanes
+            self._send_counts()
+            if self._told["everything"] and self.counts.on_lanes > on_lanes and verdict.torch_differs is None:
+                ways = self._told["under_test"], everything.CHAIN
+                self.counts.as_chain += check_bits(case, self._device, *ways, self._alive)
+                journal.clear()  # these recordings and calls do not count
         except InvalidCase:
             self.counts.invalid += 1
             self._end_if_poisoned(POISONED_BY_EAGER)
