@@ -1,5 +1,6 @@
 """The fuzzer finds the fault of a wrong compiler: its program is made small, printed, noted and run again."""
 
+import contextlib
 import functools
 import os
 import sys
@@ -16,6 +17,7 @@ sys.path[:0] = [str(HERE.parents[1] / "tools"), str(HERE)]
 from commands import WithFolder, run
 from fuzzing import check, command_line, everything, ledger
 from fuzzing.case import read
+from fuzzing.observation import Observation
 
 from pygraph_trees.edges.units import Access
 
@@ -74,6 +76,36 @@ class TestCommand(WithFolder):
             differing.add("compile on cpu")
             self.assertRaises(check.InexactConstant, run)
             self.assertEqual(run(control="compile").torch_differs, "other bits")
+
+    def test_wrong_constants_must_be_those_of_torchs_code_for_the_gpu_or_the_cpu(self):
+        wrong, equal = check.InexactConstant("other bits"), set()
+        wrong.names = frozenset({"['output'][0]"})
+
+        def compare(case, alive, way, reference, tolerance, *, device, reference_device=None, **_):
+            if reference == "eager" or (reference_device or device).type not in equal:
+                raise wrong
+
+        run = functools.partial(check.check, read(EXPANDED), torch.device("cuda", 0), under_test="ours")
+        with mock.patch.object(check, "_compare", compare):
+            self.assertRaises(check.Mismatch, run, control="compile")
+            for device in ("cuda", "cpu"):
+                equal.add(device)
+                self.assertEqual(run(control="compile").torch_differs, "other bits")
+                equal.clear()
+
+    def test_sums_of_gradients_in_any_order_need_not_have_the_same_bits(self):
+        def seen(name, apart):
+            return Observation(((name, torch.tensor([1.0 + apart])),), (), (), (), ())
+
+        agree = functools.partial(check._agree, tolerance=0.0, where="", exact=frozenset())
+        for name, apart, rounded, fails in (
+            ("['gradient'][0]", 1e-6, 16.0, False),
+            ("['gradient'][0]", 1e-2, 16.0, True),
+            ("['gradient'][0]", 1e-6, 4.0, True),
+            ("['output'][0]", 1e-6, 16.0, True),
+        ):
+            with self.assertRaises(check.Mismatch) if fails else contextlib.nullcontext():
+                agree(seen(name, apart), seen(name, 0.0), rounded=rounded)
 
     def test_bits_are_compared_where_the_reference_repeats_them(self):
         case, alive, varies = read(EXPANDED), mock.Mock(), mock.Mock(return_value=False)
