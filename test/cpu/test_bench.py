@@ -16,14 +16,14 @@ from torch.testing._internal.common_utils import TestCase, run_tests
 sys.path[:0] = [str(ROOT / "tools"), str(ROOT / "tools" / "examples")]
 
 import works_with
-from bench import causes, choices, command_line, graph_host, many, routes, soak
+from bench import causes, choices, command_line, graph_host, many, soak
 from bench import summary as pages
 from bench import training_loops as loops
 from bench.isolated import Job
 from bench.result_files import Results
 from bench.workloads import WORKLOADS
 
-from pygraph_trees.benchmark import Effort, Program
+from pygraph_trees.benchmark import Program
 from pygraph_trees.benchmark.verify import snapshot
 
 # Overrides under which workloads run on a CPU in a second.
@@ -104,7 +104,7 @@ class TestCommandLine(WithFolder):
         status, out, _ = run(command_line.main, "--list")
         self.assertEqual((status, [line.split()[0] for line in out.splitlines()]), (0, list(WORKLOADS)))
         self.enterContext(mock.patch("torch.cuda.is_available", return_value=False))
-        for module in (choices, graph_host, many, routes):
+        for module in (choices, graph_host, many):
             with mock.patch.object(sys, "argv", ["a script"]):
                 status, _, err = run(lambda _, main=module.main: main())
             self.assertEqual((status, "need a GPU" in err), (2, True), module.__name__)
@@ -112,12 +112,6 @@ class TestCommandLine(WithFolder):
 
 class TestScripts(WithFolder):
     """They time upstream and ours in turn; here on the CPU, where both are the same code."""
-
-    def test_routes(self):
-        effort, given = Effort(rounds=2, block_s=0.001), ("patch", "auto")
-        with mock.patch.object(routes.Consumers, "forward", lambda self, x, y: x @ y):  # no C++ to compile
-            found = routes.measure(2, 3, False, given, effort, torch.device("cpu"))
-        self.assertEqual(set(found["samples"]), {f"{route} {rate}" for route in given for rate in routes.RATES})
 
     def test_parts_make_up_the_whole(self):
         found = graph_host.measure("SMALL", Program(lambda x: x @ x, (torch.ones(2, 2),), name="SMALL"), 2, 3)
