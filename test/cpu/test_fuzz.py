@@ -139,9 +139,12 @@ class TestCommand(WithFolder):
         with mock.patch("torch.cuda.memory_snapshot", return_value=segments):
             self.assertEqual(everything.freed(operations), [(16, 32), (128, 192)])
 
-    def test_the_ledgers_table_is_in_contributing(self):
+    def test_the_ledger_is_in_contributing_and_its_number_in_the_readme(self):
         text = (HERE.parents[1] / "CONTRIBUTING.md").read_text(encoding="utf-8")
         self.assertIn(f"\n\n{ledger.table(ledger.read())}\n\n", text)
+        programs = sum(entry.programs for entry in ledger.read())
+        readme = (HERE.parents[1] / "README.md").read_text(encoding="utf-8")
+        self.assertIn(f"{programs:,} random programs", " ".join(readme.split()))
 
 
 if __name__ == "__main__":
