@@ -16,6 +16,7 @@ sys.path[:0] = [str(HERE.parents[1] / "tools"), str(HERE)]
 
 from commands import WithFolder, run
 from fuzzing import check, command_line, everything, ledger
+from fuzzing.campaign import Counts
 from fuzzing.case import read
 from fuzzing.observation import Observation
 
@@ -138,6 +139,13 @@ class TestCommand(WithFolder):
         ]
         with mock.patch("torch.cuda.memory_snapshot", return_value=segments):
             self.assertEqual(everything.freed(operations), [(16, 32), (128, 192)])
+
+    def test_reasons_are_counted_and_name_a_program(self):
+        counts = Counts(ungraphed={"busy": 2}, first={"busy": 7})
+        counts.add(Counts(cases=3, ungraphed={"busy": 1, "slow": 4}, first={"busy": 0, "slow": 8}))
+        self.assertEqual((counts.cases, counts.ungraphed), (3, {"busy": 3, "slow": 4}))
+        lines = counts.table().splitlines()[-2:]
+        self.assertEqual([line.split(":")[0].split()[-1] for line in lines], ["8", "7"])
 
     def test_the_ledger_is_in_contributing_and_its_number_in_the_readme(self):
         text = (HERE.parents[1] / "CONTRIBUTING.md").read_text(encoding="utf-8")

@@ -78,11 +78,14 @@ class Counts:
     unguarded: int = 0  # calls without Dynamo's guards
     uses: dict[str, int] = field(default_factory=dict)  # programs that eager can run, by the features they use
     ungraphed: dict[str, int] = field(default_factory=dict)  # calls, by the reason without its digits
+    first: dict[str, int] = field(default_factory=dict)  # the first program that was counted for such a reason
 
     def add(self, other: Counts) -> None:
+        first = other.first | self.first
         for name, value in asdict(other).items():
             own = getattr(self, name)
             setattr(self, name, own + value if isinstance(value, int) else dict(Counter(own) + Counter(value)))
+        self.first = first
 
     def __str__(self) -> str:
         told = {
@@ -103,7 +106,8 @@ class Counts:
     def table(self) -> str:
         """Lines: how many programs use each feature, and the most frequent reasons for un-graphed calls."""
         lines = [f"{self.uses.get(use, 0):6} programs with {use}" for use in USES]
-        lines += [f"{count:6} calls un-graphed: {why}" for why, count in Counter(self.ungraphed).most_common(12)]
+        for why, count in Counter(self.ungraphed).most_common(12):
+            lines.append(f"{count:6} calls un-graphed, as in program {self.first[why]}: {why}")
         return "\n".join(lines)
 
 

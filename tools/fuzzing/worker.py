@@ -144,8 +144,10 @@ class Worker:
         self.counts.on_lanes += sum(found.lanes > 1 for found in branches)
         self.counts.unguarded, _ = direct_calls.counts()
         for function in functions:
-            why = re.sub(r"\d+", "N", function.why_ungraphed)
-            self.counts.ungraphed[why] = self.counts.ungraphed.get(why, 0) + function.ungraphed_calls
+            if function.ungraphed_calls:
+                why = re.sub(r"\d+", "N", function.why_ungraphed)
+                self.counts.ungraphed[why] = self.counts.ungraphed.get(why, 0) + function.ungraphed_calls
+                self.counts.first.setdefault(why, self._number)
         self._say(self._counted())
 
     def _counted(self) -> dict[str, Any]:
