@@ -124,7 +124,7 @@ class TestCommand(WithFolder):
             varies.side_effect = [False, True]
             self.assertEqual(bits("other"), 0)
 
-    def test_memory_is_freed_if_an_operation_wrote_it_and_it_is_free_in_a_pool(self):
+    def test_memory_is_overwritten_if_an_operation_wrote_it_and_it_is_free_in_a_pool(self):
         def block(start, state):
             return {"address": start, "size": 64, "state": state}
 
