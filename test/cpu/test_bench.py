@@ -16,7 +16,7 @@ from torch.testing._internal.common_utils import TestCase, run_tests
 sys.path[:0] = [str(ROOT / "tools"), str(ROOT / "tools" / "examples")]
 
 import works_with
-from bench import causes, choices, command_line, graph_host, many, soak
+from bench import causes, choices, command_line, decode, graph_host, soak
 from bench import summary as pages
 from bench import training_loops as loops
 from bench.isolated import Job
@@ -104,7 +104,7 @@ class TestCommandLine(WithFolder):
         status, out, _ = run(command_line.main, "--list")
         self.assertEqual((status, [line.split()[0] for line in out.splitlines()]), (0, list(WORKLOADS)))
         self.enterContext(mock.patch("torch.cuda.is_available", return_value=False))
-        for module in (choices, graph_host, many):
+        for module in (choices, decode, graph_host):
             with mock.patch.object(sys, "argv", ["a script"]):
                 status, _, err = run(lambda _, main=module.main: main())
             self.assertEqual((status, "need a GPU" in err), (2, True), module.__name__)
@@ -131,6 +131,17 @@ class TestScripts(WithFolder):
             self.assertEqual((found.get("error"), found["rounds"]), (None, 2))
             self.assertLess(found["apart"], 1e-6)
         self.assertEqual({found["error"] for found in results[2:]}, {"KeyError: 'missing'"})
+
+    @unittest.skipUnless(importlib.util.find_spec("transformers"), "transformers is not installed")
+    def test_tokens_are_generated(self):
+        out, ways = self.folder / "decode.json", ("eager", "compile")
+        with mock.patch.object(decode, "WAYS", ways):
+            how = ("--device", "cpu", "--tokens", "8", "--rounds", "1")
+            status, _, _ = run(decode.main, "small", *how, "--out", str(out))
+        found = json.loads(out.read_text())["results"]
+        self.assertEqual((status, tuple(one["way"] for one in found)), (0, ways))
+        self.assertEqual([one["as_compile"] for one in found], [1.0] * 2)
+        self.assertTrue(all(one["step_us"] > 0 for one in found), found)
 
 
 class TestSoak(TestCase):

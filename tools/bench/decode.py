@@ -1,0 +1,155 @@
+"""Tokens a second of transformers' ``generate``, unmodified, in four ways, each in a process of its own.
+
+usage: python tools/bench/decode.py [MODELS ...] [--tokens N] [--rounds N] [--device cuda|cpu] [--out FILE]
+
+``generate`` with a static cache compiles the decoding step by itself. Weights are random, sampling is greedy, batch 1.
+Ways take turns. A step's time is from one token to the next; ``generate`` waits for the GPU after each. README.md has
+the details.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
+
+from child import Child, answering
+from processes import end_on_termination
+
+WAYS = ("eager", "compile", "upstream", "ours")
+PROMPT = 16  # tokens
+_START_S, _TURN_S = 400.0, 120.0  # time limits: to compile, and of one turn
+_LLAMA = {"num_key_value_heads": 8, "num_attention_heads": 32, "head_dim": 64, "tie_word_embeddings": True}
+MODELS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    # Of Llama 3.2 1B.
+    "llama": ("Llama", {**_LLAMA, "vocab_size": 128256, "hidden_size": 2048, "intermediate_size": 8192, "layers": 16}),
+    "gpt2": ("GPT2", {}),  # of GPT-2 with 124 million parameters
+    "small": ("Llama", {**_LLAMA, "vocab_size": 128, "hidden_size": 64, "intermediate_size": 128, "layers": 2}),
+}
+
+
+def generating(model: str, way: str, device: str, tokens: int) -> Callable[[], dict[str, Any]]:
+    """A function that generates tokens and returns them, with the µs of each step."""
+    if way == "ours":
+        import pygraph_trees  # noqa: F401  its patches are measured
+    import torch
+    import transformers
+    from transformers import CompileConfig, StoppingCriteria
+
+    name, sizes = MODELS[model]
+    known = {"num_hidden_layers" if key == "layers" else key: value for key, value in sizes.items()}
+    config = getattr(transformers, f"{name}Config")(**known, bos_token_id=1, eos_token_id=None, pad_token_id=0)
+    torch.manual_seed(0)
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    net = getattr(transformers, f"{name}ForCausalLM" if name == "Llama" else f"{name}LMHeadModel")(config)
+    net = net.eval().to(device, dtype)
+
+    class Clock(StoppingCriteria):  # type: ignore[misc]  # the package has no types
+        """Notes the time of each token, and never stops."""
+
+        def __call__(self, ids: torch.Tensor, _: Any, **kwargs: Any) -> torch.Tensor:
+            self.times.append(time.perf_counter())
+            return torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
+
+    compiling = CompileConfig(mode="default" if way == "compile" else "reduce-overhead")
+    compiling._compile_all_devices = device == "cpu"
+    how = {"disable_compile": True} if way == "eager" else {"compile_config": compiling}
+    ids = torch.arange(2, 2 + PROMPT, device=device)[None]
+
+    def generate() -> dict[str, Any]:
+        clock = Clock()
+        clock.times = [time.perf_counter()]
+        with torch.inference_mode():
+            found = net.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=tokens,
+                do_sample=False,
+                cache_implementation="static",
+                stopping_criteria=[clock],
+                **how,
+            )
+        steps = [(after - before) * 1e6 for before, after in zip(clock.times, clock.times[1:], strict=False)]
+        return {"tokens": found[0, PROMPT:].tolist(), "steps_us": steps[1:], "all_s": clock.times[-1] - clock.times[0]}
+
+    return generate
+
+
+def work(job: str) -> int:
+    """The process of one way: answers each command with what it has generated."""
+    say = answering()
+    generate = generating(**json.loads(job))
+    for _ in sys.stdin:
+        say(generate())
+    return 0
+
+
+def measure(model: str, device: str, tokens: int, rounds: int) -> list[dict[str, Any]]:
+    """The results of all ways of a model."""
+    found: dict[str, list[dict[str, Any]]] = {way: [] for way in WAYS}
+    with tempfile.TemporaryDirectory(prefix="decode_") as folder:
+        jobs = {way: {"model": model, "way": way, "device": device, "tokens": tokens} for way in WAYS}
+        logs = {way: Path(folder) / f"{way}.log" for way in WAYS}
+        ways = {way: Child([__file__, "--worker"], jobs[way], logs[way], dict(os.environ)) for way in WAYS}
+        try:
+            for number in range(3 + rounds):  # the first three compile, record, and choose a way
+                for way in WAYS if number % 2 else reversed(WAYS):
+                    ways[way].tell(do="generate")
+                    answer = ways[way].answer(time.monotonic() + (_START_S if number == 0 else _TURN_S))
+                    if "error" in answer:
+                        raise RuntimeError(f"{model}, {way}: {answer['error']}")
+                    found[way] += [answer] if number >= 3 else []
+        finally:
+            for child in ways.values():
+                child.end()
+    wanted = found["compile"][0]["tokens"]
+    return [{"model": model, "way": way, **_result(answers, wanted)} for way, answers in found.items()]
+
+
+def _result(answers: list[dict[str, Any]], wanted: list[int]) -> dict[str, Any]:
+    medians = [statistics.median(answer["steps_us"]) for answer in answers]
+    return {
+        "step_us": round(statistics.median(medians), 1),
+        "spread_us": [round(min(medians), 1), round(max(medians), 1)],
+        "tokens_per_s": round(1e6 / statistics.median(medians), 1),
+        "generate_s": round(statistics.median(answer["all_s"] for answer in answers), 4),
+        "as_compile": sum(map(int.__eq__, answers[-1]["tokens"], wanted)) / len(wanted),  # the share of its tokens
+    }
+
+
+def main(arguments: list[str] | None = None) -> int:
+    from bench.figures import has_gpu, one_of, write_figures
+
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
+    parser.add_argument("models", nargs="*", type=one_of(MODELS), metavar="MODELS", help="default: llama gpt2")
+    parser.add_argument("--tokens", type=int, default=160, help="to generate (%(default)s)")
+    parser.add_argument("--rounds", type=int, default=5, help="(%(default)s)")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: as a trial")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="file of the figures")
+    options = parser.parse_args(arguments)
+    if options.device == "cuda" and not has_gpu():
+        return 2
+    results = []
+    for model in options.models or ("llama", "gpt2"):
+        results += measure(model, options.device, options.tokens, options.rounds)
+        for one in results[-len(WAYS) :]:
+            print(", ".join(f"{name} {value}" for name, value in one.items()), flush=True)
+    write_figures(options.out, results, tokens=options.tokens, rounds=options.rounds, prompt=PROMPT)
+    return 0
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--worker"]:
+        sys.exit(work(sys.argv[2]))
+    end_on_termination()
+    sys.exit(main())
