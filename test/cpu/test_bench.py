@@ -132,6 +132,12 @@ class TestScripts(WithFolder):
             self.assertLess(found["apart"], 1e-6)
         self.assertEqual({found["error"] for found in results[2:]}, {"KeyError: 'missing'"})
 
+    @forked("compiler")
+    def test_updates_that_one_graph_makes(self):
+        (found,) = map(loops.result, loops.measure([loops.Job("sac", "by-hand", "cpu")], "A", 1, 200.0, mock.Mock(), 1))
+        self.assertEqual((found.get("error"), found["rounds"]), (None, 1))
+        self.assertLess(found["apart"], 1e-6)
+
     @unittest.skipUnless(importlib.util.find_spec("transformers"), "transformers is not installed")
     def test_tokens_are_generated(self):
         out, ways = self.folder / "decode.json", ("eager", "compile")

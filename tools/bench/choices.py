@@ -1,11 +1,10 @@
-"""Selection against both forced ways: synthetic functions, and the first calls of a serving loop.
+"""Selection against both forced ways, for synthetic functions.
 
-usage: python tools/bench/choices.py [grid] [first] [--seconds S] [--seed N] [--jobs N] [--out FILE]
+usage: python tools/bench/choices.py [--seconds S] [--seed N] [--jobs N] [--out FILE]
 
-*grid* draws functions and compares each decision with the better of "compile" and "ours:graphed". A fifth of the
-functions should run un-graphed. *ratio* uses the function's own time, which varies by a few percent between recordings;
-*choice_ratio* uses the time of the way that was chosen. *first* compares the longest of the first 30 calls with
-upstream's.
+It draws functions and compares each decision with the better of "compile" and "ours:graphed". A fifth of the functions
+should run un-graphed. *ratio* uses the function's own time, which varies by a few percent between recordings;
+*choice_ratio* uses the time of the way that was chosen.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import multiprocessing
 import random
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
@@ -28,7 +27,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[n]) for n in (2, 1)]
 
 import torch
 
-from bench.figures import has_gpu, one_of, write_figures
+from bench.figures import has_gpu, write_figures
 from pygraph_trees.benchmark.measure import collector_off, schedule, synchroniser
 from pygraph_trees.benchmark.program import Program, Ring
 from pygraph_trees.benchmark.ways import Way, make_ways
@@ -40,7 +39,7 @@ _ROUNDS, _SETTLE, _CALLS = 7, 5, 30
 _FEW = 3  # calls, if each makes a recording
 _COPIED_MB = 256.0
 KINDS = {"graphed": 80, "copied": 8, "sizes": 12}  # how many of a hundred
-_FIRST, _CLOSE = 30, 1.03
+_CLOSE = 1.03
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,13 +53,13 @@ class Drawn:
     waits: bool  # whether the program waits after each call
     kind: str = "graphed"  # or "copied", "sizes": its inputs must be copied, or each call has other sizes
 
-    def program(self, device: torch.device, training: bool = False) -> Program:
+    def program(self, device: torch.device) -> Program:
         """Each kernel is a matrix product of its own size, which Inductor does not fuse with others."""
         if self.kind == "copied":
             return self._copied(device)
         rows = max(1, int(self.megabytes * 1e6 / 4 / 256 / self.inputs))
         given = tuple(torch.randn(max(rows, 128), 256, device=device) for _ in range(self.inputs))
-        weight = torch.nn.Parameter(torch.randn(256, 16, device=device), requires_grad=training)
+        weight = torch.nn.Parameter(torch.randn(256, 16, device=device), requires_grad=False)
 
         def fn(*given: torch.Tensor) -> list[torch.Tensor]:
             found = []
@@ -69,8 +68,6 @@ class Drawn:
                 found.append(x[: 64 + number] @ weight if number >= len(given) else x @ weight)
             return found
 
-        if training:
-            return Program(fn, given, training=True, parameters=[weight], name="drawn")
         return Program(fn, given, context=torch.no_grad, name="drawn")
 
     def _copied(self, device: torch.device) -> Program:
@@ -87,8 +84,8 @@ class Drawn:
             yield tuple(x[: len(x) - number] for x in own.args) if self.kind == "sizes" else own.args
 
 
-def draw(generator: random.Random, kinds: Sequence[str] = tuple(KINDS)) -> Drawn:
-    kind = generator.choices(kinds, [KINDS[kind] for kind in kinds])[0]
+def draw(generator: random.Random) -> Drawn:
+    kind = generator.choices(list(KINDS), list(KINDS.values()))[0]
     if kind == "copied":
         return Drawn(generator.randint(1, 2), 1, _COPIED_MB, 0, generator.random() < 0.5, kind)
     if kind == "sizes":  # enough rows for all calls
@@ -188,52 +185,21 @@ def summary_of(records: Sequence[Mapping[str, Any]]) -> str:
     )
 
 
-def longest_first_calls(device: torch.device, seed: int) -> Iterator[dict[str, Any]]:
-    """The longest of the first calls or training steps, of all and of those after the second one, both ways."""
-    generator = random.Random(seed)
-    for number in range(8):
-        drawn, training = draw(generator, ("graphed",)), number % 2 == 1
-        longest = {}
-        for name in ("upstream", "ours"):
-            torch._dynamo.reset()
-            program = drawn.program(device, training)
-            (way,), ring, wait = make_ways(program, [name]), Ring(program, 4), synchroniser(device)
-            calls_us, feed = [], ring.fresh
-            with way.active():
-                for _ in range(_FIRST):
-                    own, begin = next(feed), time.perf_counter_ns()
-                    program.step(way.callable, own.args, own.kwargs)
-                    wait()
-                    calls_us.append((time.perf_counter_ns() - begin) / 1e3)
-            longest[name] = max(calls_us), max(calls_us[2:])
-        longest_us = {f"{name}_longest_us": found for name, found in longest.items()}
-        print(f"longest of the first {_FIRST} calls, and after the first two, us: {longest}", flush=True)
-        yield {**asdict(drawn), "training": training, **longest_us}
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "what", nargs="*", type=one_of(("grid", "first")), metavar="PART", help="grid or first; default: both"
-    )
-    parser.add_argument("--seconds", type=float, default=300.0, help="of the grid (default 300)")
+    parser.add_argument("--seconds", type=float, default=300.0, help="(default 300)")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--jobs", type=int, default=4, help="processes of the grid (default 4)")
+    parser.add_argument("--jobs", type=int, default=4, help="processes (default 4)")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     if not has_gpu():
         return 2
-    parts: dict[str, Callable[[], Iterator[dict[str, Any]]]] = {
-        "first": lambda: longest_first_calls(torch.device("cuda", 0), options.seed),
-        "grid": lambda: grid(options.seconds, options.seed, options.jobs),
-    }
     results: list[dict[str, Any]] = []
-    for name, part in parts.items():
-        for record in part() if name in (options.what or parts) else ():
-            results.append({"what": name, **record})
-            write_figures(options.out, results, seed=options.seed, rounds=_ROUNDS, calls=_CALLS)
-    if drawn := [record for record in results if record["what"] == "grid"]:
-        print(summary_of(drawn))
+    for record in grid(options.seconds, options.seed, options.jobs):
+        results.append(record)
+        write_figures(options.out, results, seed=options.seed, rounds=_ROUNDS, calls=_CALLS)
+    if results:
+        print(summary_of(results))
     return 0
 
 

@@ -28,7 +28,7 @@ from processes import end_on_termination
 
 WAYS = ("eager", "compile", "upstream", "ours")
 PROMPT = 16  # tokens
-_START_S, _TURN_S = 400.0, 120.0  # time limits: to compile, and of one turn
+_TURN_S = 400.0  # time limit of one turn, of which the first one compiles
 _LLAMA = {"num_key_value_heads": 8, "num_attention_heads": 32, "head_dim": 64, "tie_word_embeddings": True}
 MODELS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     # Of Llama 3.2 1B.
@@ -98,14 +98,13 @@ def measure(model: str, device: str, tokens: int, rounds: int) -> list[dict[str,
     """The results of all ways of a model."""
     found: dict[str, list[dict[str, Any]]] = {way: [] for way in WAYS}
     with tempfile.TemporaryDirectory(prefix="decode_") as folder:
-        jobs = {way: {"model": model, "way": way, "device": device, "tokens": tokens} for way in WAYS}
-        logs = {way: Path(folder) / f"{way}.log" for way in WAYS}
-        ways = {way: Child([__file__, "--worker"], jobs[way], logs[way], dict(os.environ)) for way in WAYS}
+        job, command = {"model": model, "device": device, "tokens": tokens}, [__file__, "--worker"]
+        ways = {way: Child(command, {**job, "way": way}, Path(folder) / way, dict(os.environ)) for way in WAYS}
         try:
             for number in range(3 + rounds):  # the first three compile, record, and choose a way
                 for way in WAYS if number % 2 else reversed(WAYS):
                     ways[way].tell(do="generate")
-                    answer = ways[way].answer(time.monotonic() + (_START_S if number == 0 else _TURN_S))
+                    answer = ways[way].answer(time.monotonic() + _TURN_S)
                     if "error" in answer:
                         raise RuntimeError(f"{model}, {way}: {answer['error']}")
                     found[way] += [answer] if number >= 3 else []
@@ -117,11 +116,11 @@ def measure(model: str, device: str, tokens: int, rounds: int) -> list[dict[str,
 
 
 def _result(answers: list[dict[str, Any]], wanted: list[int]) -> dict[str, Any]:
-    medians = [statistics.median(answer["steps_us"]) for answer in answers]
+    medians = sorted(round(statistics.median(answer["steps_us"]), 1) for answer in answers)
     return {
-        "step_us": round(statistics.median(medians), 1),
-        "spread_us": [round(min(medians), 1), round(max(medians), 1)],
-        "tokens_per_s": round(1e6 / statistics.median(medians), 1),
+        "step_us": (step_us := statistics.median(medians)),
+        "spread_us": [medians[0], medians[-1]],
+        "tokens_per_s": round(1e6 / step_us, 1),
         "generate_s": round(statistics.median(answer["all_s"] for answer in answers), 4),
         "as_compile": sum(map(int.__eq__, answers[-1]["tokens"], wanted)) / len(wanted),  # the share of its tokens
     }
@@ -141,9 +140,9 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     results = []
     for model in options.models or ("llama", "gpt2"):
-        results += measure(model, options.device, options.tokens, options.rounds)
-        for one in results[-len(WAYS) :]:
-            print(", ".join(f"{name} {value}" for name, value in one.items()), flush=True)
+        for one in measure(model, options.device, options.tokens, options.rounds):
+            print(one, flush=True)
+            results.append(one)
     write_figures(options.out, results, tokens=options.tokens, rounds=options.rounds, prompt=PROMPT)
     return 0
 

@@ -21,6 +21,7 @@ PATTERN = "*-training-loops*.json"
 APART, TIMES_AS_FAR = 0.02, 3
 _NAMES = {
     "eager": "eager",
+    "by-hand": "graphs by hand",
     "upstream": "upstream",
     "compile": "no graphs",
     "ours": "ours",

@@ -194,7 +194,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "models", nargs="*", metavar="MODELS", type=one_of(MODELS), help=f"some of {', '.join(MODELS)}; all by default"
     )
     parser.add_argument(
-        "--ways", type=several_of((*WAYS, "eager")), help=f"separated by commas: {', '.join(WAYS)}, or eager"
+        "--ways",
+        type=several_of((*WAYS, "eager", "by-hand")),
+        help=f"separated by commas: {', '.join(WAYS)}; also eager, and by-hand for sac in loop A",
     )
     parser.add_argument("--loops", type=lambda text: list(map(one_of(LOOPS), text)), help=f"letters among {LOOPS}")
     parser.add_argument("--rounds", type=int, default=5, help="at most (5)")

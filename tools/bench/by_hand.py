@@ -1,0 +1,67 @@
+"""The updates of a step in CUDA graphs that the program captures itself, as LeanRL does, for ``training_loops.py``.
+
+A graph has an update's forward, compiled without CUDA graphs, its backward and its optimizer. Each call copies its
+batch to where the graph reads it. Losses are overwritten by the next call.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from bench.trained_models import Update
+
+
+class Done:
+    """Stands for a loss, and for an optimizer, whose work the graph has done."""
+
+    def __add__(self, _: object) -> Done:
+        return self
+
+    def nothing(self) -> None: ...
+
+    backward = step = zero_grad = nothing
+
+
+class ByHand:
+    """A compiled function whose call makes its whole update; on a CPU, without a graph."""
+
+    def __init__(self, fn: Any) -> None:
+        self._fn = torch.compile(fn)
+        self._replay: Callable[[], None] | None = None
+
+    def of(self, update: Update) -> Update:
+        """The update, if each call of this function makes all of it."""
+        self._update = update
+        return dataclasses.replace(update, optimizer=Done(), after=Done().nothing)  # type: ignore[arg-type]
+
+    def __call__(self, *batch: torch.Tensor) -> Any:
+        if self._replay is None:
+            self._batch = [tensor.clone() for tensor in batch]
+            self._replay = self._captured() if batch[0].is_cuda else self._work
+        torch._foreach_copy_(self._batch, batch)
+        self._replay()
+        return (Done(),) * self._count if self._count > 1 else Done()
+
+    def _captured(self) -> Callable[[], None]:
+        graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):  # autograd notes the stream of each parameter's first use
+            for _ in range(3):
+                self._work()
+        torch.cuda.current_stream().wait_stream(side)
+        with torch.cuda.graph(graph):
+            self._work()
+        return graph.replay
+
+    def _work(self) -> None:
+        self._update.optimizer.zero_grad(set_to_none=False)
+        losses = self._fn(*self._batch)
+        losses = losses if isinstance(losses, tuple) else (losses,)
+        self._count = len(losses)
+        torch.stack(losses).sum().backward()
+        self._update.optimizer.step()
+        self._update.after()
