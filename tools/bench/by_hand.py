@@ -27,10 +27,10 @@ class Done:
 
 
 class ByHand:
-    """A compiled function whose call makes its whole update; on a CPU, without a graph."""
+    """A function whose call makes its whole update; on a CPU, it is not compiled, and has no graph."""
 
     def __init__(self, fn: Any) -> None:
-        self._fn = torch.compile(fn)
+        self._fn = fn
         self._replay: Callable[[], None] | None = None
 
     def of(self, update: Update) -> Update:
@@ -47,7 +47,7 @@ class ByHand:
         return (Done(),) * self._count if self._count > 1 else Done()
 
     def _captured(self) -> Callable[[], None]:
-        graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+        self._fn, graph, side = torch.compile(self._fn), torch.cuda.CUDAGraph(), torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):  # autograd notes the stream of each parameter's first use
             for _ in range(3):
