@@ -141,8 +141,8 @@ class TestCommand(WithFolder):
             self.assertEqual(everything.freed(operations), [(16, 32), (128, 192)])
 
     def test_reasons_are_counted_and_name_a_program(self):
-        counts = Counts(ungraphed={"busy": 2}, first={"busy": 7})
-        counts.add(Counts(cases=3, ungraphed={"busy": 1, "slow": 4}, first={"busy": 0, "slow": 8}))
+        counts = Counts(ungraphed={"busy": 2}, examples={"busy": 7})
+        counts.add(Counts(cases=3, ungraphed={"busy": 1, "slow": 4}, examples={"busy": 0, "slow": 8}))
         self.assertEqual((counts.cases, counts.ungraphed), (3, {"busy": 3, "slow": 4}))
         lines = counts.table().splitlines()[-2:]
         self.assertEqual([line.split(":")[0].split()[-1] for line in lines], ["8", "7"])

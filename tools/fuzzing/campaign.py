@@ -78,14 +78,14 @@ class Counts:
     unguarded: int = 0  # calls without Dynamo's guards
     uses: dict[str, int] = field(default_factory=dict)  # programs that eager can run, by the features they use
     ungraphed: dict[str, int] = field(default_factory=dict)  # calls, by the reason without its digits
-    first: dict[str, int] = field(default_factory=dict)  # the first program that was counted for such a reason
+    examples: dict[str, int] = field(default_factory=dict)  # for each of these reasons, the number of a program
 
     def add(self, other: Counts) -> None:
-        first = other.first | self.first
+        examples = other.examples | self.examples
         for name, value in asdict(other).items():
             own = getattr(self, name)
             setattr(self, name, own + value if isinstance(value, int) else dict(Counter(own) + Counter(value)))
-        self.first = first
+        self.examples = examples
 
     def __str__(self) -> str:
         told = {
@@ -107,7 +107,7 @@ class Counts:
         """Lines: how many programs use each feature, and the most frequent reasons for un-graphed calls."""
         lines = [f"{self.uses.get(use, 0):6} programs with {use}" for use in USES]
         for why, count in Counter(self.ungraphed).most_common(12):
-            lines.append(f"{count:6} calls un-graphed, as in program {self.first[why]}: {why}")
+            lines.append(f"{count:6} calls un-graphed, as in program {self.examples[why]}: {why}")
         return "\n".join(lines)
 
 

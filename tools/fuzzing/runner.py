@@ -99,7 +99,7 @@ class Runner:
         self._inner.prepare(call)
         if call >= 2:
             self._beside.prepare(call)
-        with self._active(), _config(self._case):
+        with self._active(), _config(self._case), in_order() if self.kind == CHAIN else contextlib.nullcontext():
             if call == 0:
                 self._inner.warm_up()
             if call % around.step_of == 0 and not self._keeps:
@@ -336,15 +336,7 @@ def _way(
     fn: Callable[..., Any], kind: str
 ) -> tuple[Callable[..., Any], Callable[[], AbstractContextManager[Any]], Callable[[], None], Callable[[], bool]]:
     """The callable of a way, the context for calls, what frees it, and whether the last call was not a replay."""
-    if kind == CHAIN:
-        callable_, active, close, recorded = _way(fn, "ours")
-
-        @contextlib.contextmanager
-        def active_in_order() -> Iterator[None]:
-            with active(), in_order():
-                yield
-
-        return callable_, active_in_order, close, recorded
+    kind = "ours" if kind == CHAIN else kind
     if kind in FLAGS:
         (way,) = make_ways(Program(fn), [kind])
         call = way.callable, way.active

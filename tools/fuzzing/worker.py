@@ -147,7 +147,7 @@ class Worker:
             if function.ungraphed_calls:
                 why = re.sub(r"\d+", "N", function.why_ungraphed)
                 self.counts.ungraphed[why] = self.counts.ungraphed.get(why, 0) + function.ungraphed_calls
-                self.counts.first.setdefault(why, self._number)
+                self.counts.examples.setdefault(why, self._number)
         self._say(self._counted())
 
     def _counted(self) -> dict[str, Any]:
