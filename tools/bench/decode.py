@@ -28,13 +28,12 @@ from processes import end_on_termination
 
 WAYS = ("eager", "compile", "upstream", "ours")
 PROMPT = 16  # tokens
-_TURN_S = 400.0  # time limit of one turn, of which the first one compiles
-_LLAMA = {"num_key_value_heads": 8, "num_attention_heads": 32, "head_dim": 64, "tie_word_embeddings": True}
-MODELS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
-    # Of Llama 3.2 1B.
-    "llama": ("Llama", {**_LLAMA, "vocab_size": 128256, "hidden_size": 2048, "intermediate_size": 8192, "layers": 16}),
-    "gpt2": ("GPT2", {}),  # of GPT-2 with 124 million parameters
-    "small": ("Llama", {**_LLAMA, "vocab_size": 128, "hidden_size": 64, "intermediate_size": 128, "layers": 2}),
+_TURN_S = 400.0  # time limit of a turn; the first turn compiles
+_1B = {"vocab_size": 128256, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "head_dim": 64}
+MODELS: Mapping[str, Mapping[str, Any]] = {  # sizes
+    "llama": {"model_type": "llama", "num_key_value_heads": 8, "tie_word_embeddings": True, **_1B},  # Llama 3.2 1B
+    "gpt2": {"model_type": "gpt2"},  # GPT-2 with 124 million parameters
+    "small": {"model_type": "gpt2", "vocab_size": 128, "n_embd": 64, "n_layer": 2, "n_head": 4},  # as a trial
 }
 
 
@@ -43,16 +42,12 @@ def generating(model: str, way: str, device: str, tokens: int) -> Callable[[], d
     if way == "ours":
         import pygraph_trees  # noqa: F401  its patches are measured
     import torch
-    import transformers
-    from transformers import CompileConfig, StoppingCriteria
+    from transformers import AutoConfig, AutoModelForCausalLM, CompileConfig, StoppingCriteria
 
-    name, sizes = MODELS[model]
-    known = {"num_hidden_layers" if key == "layers" else key: value for key, value in sizes.items()}
-    config = getattr(transformers, f"{name}Config")(**known, bos_token_id=1, eos_token_id=None, pad_token_id=0)
     torch.manual_seed(0)
-    dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    net = getattr(transformers, f"{name}ForCausalLM" if name == "Llama" else f"{name}LMHeadModel")(config)
-    net = net.eval().to(device, dtype)
+    config = AutoConfig.for_model(**MODELS[model], bos_token_id=1, eos_token_id=None, pad_token_id=0)
+    net = AutoModelForCausalLM.from_config(config).eval()
+    net.to(device, torch.bfloat16 if device == "cuda" else torch.float32)
 
     class Clock(StoppingCriteria):  # type: ignore[misc]  # the package has no types
         """Notes the time of each token, and never stops."""
