@@ -133,8 +133,9 @@ class TestScripts(WithFolder):
         self.assertEqual({found["error"] for found in results[2:]}, {"KeyError: 'missing'"})
 
     @forked("compiler")
-    def test_updates_that_one_graph_makes(self):
-        (found,) = map(loops.result, loops.measure([loops.Job("sac", "by-hand", "cpu")], "A", 1, 200.0, mock.Mock(), 1))
+    def test_updates_that_the_program_captures_have_the_gradients_of_eager(self):
+        (measured,) = loops.measure([loops.Job("sac", "captured", "cpu")], "A", 1, 200.0, mock.Mock(), 1)
+        found = loops.result(measured)
         self.assertEqual((found.get("error"), found["rounds"]), (None, 1))
         self.assertLess(found["apart"], 1e-6)
 

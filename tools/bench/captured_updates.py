@@ -1,7 +1,7 @@
-"""The updates of a step in CUDA graphs that the program captures itself, as LeanRL does, for ``training_loops.py``.
+"""Updates that the program captures in CUDA graphs of its own, as LeanRL does: a way of ``training_loops.py``.
 
-A graph has an update's forward, compiled without CUDA graphs, its backward and its optimizer. Each call copies its
-batch to where the graph reads it. Losses are overwritten by the next call.
+A graph contains an update's forward, which is compiled without CUDA graphs, its backward and its optimizer's step. Each
+call copies its batch into the memory that the graph reads.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from bench.trained_models import Update
 
 
 class Done:
-    """Stands for a loss, and for an optimizer, whose work the graph has done."""
+    """Replaces a loss or an optimizer: the graph has done its work."""
 
     def __add__(self, _: object) -> Done:
         return self
@@ -26,15 +26,15 @@ class Done:
     backward = step = zero_grad = nothing
 
 
-class ByHand:
-    """A function whose call makes its whole update; on a CPU, it is not compiled, and has no graph."""
+class CapturedUpdate:
+    """A function whose call does the whole update; on a CPU, without compilation and without a graph."""
 
     def __init__(self, fn: Any) -> None:
         self._fn = fn
         self._replay: Callable[[], None] | None = None
 
     def of(self, update: Update) -> Update:
-        """The update, if each call of this function makes all of it."""
+        """The update, for a loop whose calls of this function do all of it."""
         self._update = update
         return dataclasses.replace(update, optimizer=Done(), after=Done().nothing)  # type: ignore[arg-type]
 

@@ -21,7 +21,7 @@ PATTERN = "*-training-loops*.json"
 APART, TIMES_AS_FAR = 0.02, 3
 _NAMES = {
     "eager": "eager",
-    "by-hand": "graphs by hand",
+    "captured": "captured by the program",
     "upstream": "upstream",
     "compile": "no graphs",
     "ours": "ours",

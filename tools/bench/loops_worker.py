@@ -22,7 +22,7 @@ def loops_of(job: dict[str, Any]) -> Any:
         import pygraph_trees  # noqa: F401  its patches are measured
     import torch
 
-    from bench.by_hand import ByHand
+    from bench.captured_updates import CapturedUpdate
     from bench.loops import Loops
     from bench.trained_models import MODELS
 
@@ -43,12 +43,12 @@ def loops_of(job: dict[str, Any]) -> Any:
     def compiled(fn: Any) -> Any:
         if ranks:
             fn = torch.nn.parallel.DistributedDataParallel(fn)
-        if way in ("eager", "by-hand"):
-            return fn if way == "eager" else ByHand(fn)
+        if way in ("eager", "captured"):
+            return fn if way == "eager" else CapturedUpdate(fn)
         return torch.compile(fn, mode=None if way == "compile" else "reduce-overhead")
 
     updates = MODELS[job["model"]](device, device.type != "cuda", compiled)
-    if way == "by-hand":
+    if way == "captured":
         updates = [update.losses.args[0].of(update) for update in updates]
     return Loops(updates, device, is_careful=way in ("upstream", "ours-upstream"))
 

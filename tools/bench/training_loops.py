@@ -195,8 +195,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument(
         "--ways",
-        type=several_of((*WAYS, "eager", "by-hand")),
-        help=f"separated by commas: {', '.join(WAYS)}; also eager, and by-hand for sac in loop A",
+        type=several_of((*WAYS, "eager", "captured")),
+        help=f"separated by commas: {', '.join(WAYS)}; also eager, and captured for sac in loop A",
     )
     parser.add_argument("--loops", type=lambda text: list(map(one_of(LOOPS), text)), help=f"letters among {LOOPS}")
     parser.add_argument("--rounds", type=int, default=5, help="at most (5)")
