@@ -147,7 +147,7 @@ def check_bits(case: Case, device: torch.device, way: str, reference: str, alive
     """The number of calls in which ``way`` gives the bits of ``reference``; 0 if the reference itself varies.
 
     Raises:
-        Mismatch: they differ, and four runs of the reference do not.
+        Mismatch: they differ, and four runs of the reference agree.
     """
     compare = functools.partial(_compare, case, alive, device=device)
     try:

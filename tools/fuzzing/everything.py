@@ -1,7 +1,7 @@
 """Turns on what is off by default: kernels side by side, with random delays, and calls that skip Dynamo's guards.
 
 Each such call checks them. Two things show missing edges: spin kernels before a random half of the operations, and
-graphs that overwrite their intermediate results at their end, since those of an earlier replay may equal this one's.
+intermediate results that are overwritten when a graph ends. Otherwise, correct ones of an earlier replay could be read.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pygraph_trees.indirection.live_input import bytes_at
 from pygraph_trees.trees.hooks import direct_calls
 from pygraph_trees.trees.recordings import captured_graph
 
-CHAIN = "ours:chain"  # a way: kernels on lanes, one after another
+CHAIN = "ours:chain"  # a way: the kernels of "ours" in the captured order
 
 ENVIRONMENT: Mapping[str, str] = {"PYGRAPH_ENTRY": "check", "PYGRAPH_BRANCHES": "always"}
 _LONGEST_CYCLES = 100_000  # about 50 us
@@ -46,7 +46,7 @@ def delayed(seed: int) -> Any:
 
 
 def poisoned() -> Any:
-    """A patch: at the end of each graph with lanes, operations overwrite what others wrote to memory that is free."""
+    """A patch: the last operations of each graph on lanes overwrite its intermediate results."""
     return mock.patch.object(captured_graph, "noting", _poisoning)
 
 
@@ -61,7 +61,7 @@ def _poisoning(*args: Any, **kwargs: Any) -> Iterator[Any]:
 
 
 def freed(operations: Operations) -> list[tuple[int, int]]:
-    """The ranges of addresses in graph pools that operations wrote and that are free."""
+    """The ranges of addresses in graph pools that the operations have written and that are free again."""
     segments = [segment for segment in torch.cuda.memory_snapshot() if any(segment["segment_pool_id"])]
     free = [block for segment in segments for block in segment["blocks"] if block["state"] == "inactive"]
     written = {(access.start, access.end) for found in operations.found for access in found.declared if access.write}
