@@ -15,11 +15,12 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parents[1] / "tools"), str(HERE)]
 
 from commands import WithFolder, run
-from fuzzing import check, command_line, everything, ledger
+from fuzzing import check, command_line, everything, ledger, runner
 from fuzzing.campaign import Counts
-from fuzzing.case import read
+from fuzzing.case import Case, Input, read
 from fuzzing.observation import Observation
 
+from pygraph_trees.edges import branches
 from pygraph_trees.edges.units import Access
 
 SEED = 27  # its first program is small
@@ -124,18 +125,28 @@ class TestCommand(WithFolder):
             varies.side_effect = [False, True]
             self.assertEqual(bits("other"), 0)
 
-    def test_memory_is_overwritten_if_an_operation_wrote_it_and_it_is_free_in_a_pool(self):
-        def block(start, state):
-            return {"address": start, "size": 64, "state": state}
+    def test_the_captured_order_holds_in_its_own_way_only(self):
+        seen, observed = set(), runner.Runner._observed
+        case = Case((Input("a", (4, 4)),), ("v0 = a * 2",), ("v0",), 2)
 
-        def segment(pool, *blocks):
+        def noted(self, given):
+            seen.add((self.kind, branches.SIDE_BY_SIDE))
+            return observed(self, given)
+
+        with mock.patch.object(runner.Runner, "_observed", noted):
+            check.check_bits(case, torch.device("cpu"), "ours", everything.CHAIN, mock.Mock())
+        self.assertEqual(seen, {("ours", True), (everything.CHAIN, False)})
+
+    def test_memory_is_overwritten_if_an_operation_wrote_it_and_it_is_free_in_a_pool(self):
+        def segment(pool, **states):
+            blocks = [{"address": 64 * i, "size": 64, "state": state} for i, state in enumerate(states.values())]
             return {"segment_pool_id": pool, "blocks": blocks}
 
         accesses = (Access(16, 32, True), Access(32, 48, False), Access(120, 200, True), Access(300, 310, True))
-        operations = SimpleNamespace(found=[SimpleNamespace(declared=accesses), SimpleNamespace(declared=accesses[:1])])
+        operations = SimpleNamespace(found=[SimpleNamespace(declared=accesses)] * 2)
         segments = [
-            segment((0, 1), block(0, "inactive"), block(64, "active_allocated"), block(128, "inactive")),
-            segment((0, 0), block(256, "inactive")),
+            segment((0, 1), a="inactive", b="active_allocated", c="inactive"),
+            segment((0, 0), a="inactive", b="inactive", c="inactive", d="inactive", e="inactive"),
         ]
         with mock.patch("torch.cuda.memory_snapshot", return_value=segments):
             self.assertEqual(everything.freed(operations), [(16, 32), (128, 192)])
