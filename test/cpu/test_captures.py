@@ -69,6 +69,40 @@ class TestCalls(TestCase):
             call([memory[1:]])
         self.assertEqual((memory.tolist(), seen, run.call_count), ([0.0] + [1.0] * 8, [0], 0))
 
+    def test_inputs_that_the_code_takes_to_be_aligned_are_copied_from_the_first_call_on(self):
+        """AOTAutograd's cache may give code that was compiled for aligned inputs."""
+        maps = [SimpleNamespace(input_index_mapping=[2, None, 0]), SimpleNamespace(input_index_mapping=[1])]
+        graph = SimpleNamespace(inputs_to_check=[1, 2], partition_maps=maps)
+        self.assertEqual([*entry_points._assumed(graph)], [[0], [0]])
+        with mock.patch.object(entry_points, "graph_policy", lambda _: object()):  # the graph is not partitioned
+            self.assertEqual([*entry_points._assumed(graph)], [[1, 2]])
+        graph.partition_maps = None
+        self.assertEqual([*entry_points._assumed(graph)], [[1, 2]])
+
+        memory, seen = torch.zeros(9), []
+
+        def run(inputs):
+            seen.append(inputs[0].data_ptr() % 16)
+            inputs[0].add_(1)
+            return []
+
+        token = trees_function.ASSUMED.set(iter([[0]]))
+        self.addCleanup(trees_function.ASSUMED.reset, token)
+        functions = [FunctionModel.of(run, is_backward=False, is_inference=True) for _ in range(2)]
+        self.assertEqual([function.assumed for function in functions], [[0], None])
+        with mock.patch("torch._inductor.compile_fx.get_input_idxs_to_check", lambda *_: []):
+            for function in functions:
+                for call in (
+                    entry_points._aligned_first(run, function.assumed, (), {0}),
+                    Aligned(function, (), {0}),
+                ):
+                    call([memory[1:]])
+        self.assertEqual((memory.tolist(), seen), ([0.0] + [4.0] * 8, [0, 0, 4, 4]))
+        # Upstream would copy it, too, and lose what is written.
+        with mock.patch("torch._inductor.compile_fx.get_input_idxs_to_check", lambda *_: [0]):
+            entry_points._aligned_first(run, [], (), {0})([memory[1:]])
+        self.assertEqual((memory.tolist(), seen[4:]), ([0.0] + [5.0] * 8, [0]))
+
     def test_nothing_is_captured_before_the_gpu_is_used(self):
         with mock.patch.object(torch.cuda, "is_current_stream_capturing", side_effect=AssertionError):
             self.assertFalse(capture_lock.is_captured())

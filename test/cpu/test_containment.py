@@ -20,12 +20,13 @@ from torch._inductor.cudagraph_trees import FunctionID
 from torch.testing._internal.common_utils import TestCase, run_tests
 
 from pygraph_trees.errors import DriverError
+from pygraph_trees.reasons import Reason
 from pygraph_trees.report.log import FunctionLog
 from pygraph_trees.settings import Settings
 from pygraph_trees.trees.functions import containment
 from pygraph_trees.trees.functions.containment import MOST_FAILURES, HeldForTooLong, Progress, progress_of
 from pygraph_trees.trees.functions.function import FunctionModel
-from pygraph_trees.trees.managers import calls
+from pygraph_trees.trees.managers import calls, candidates
 from pygraph_trees.trees.managers.manager import Manager
 from pygraph_trees.trees.pools.capture_lock import DeviceBusy
 from pygraph_trees.trees.recordings import recording
@@ -218,6 +219,32 @@ class TestContained(TestCase):
         self.assertEqual(self.call(lambda inputs: ["graphed"]), ["graphed"])
         self.manager.reclaiming.start_over.assert_called_once()
 
+    def test_recordings_are_dropped_if_an_error_may_hold_memory_of_the_pool(self) -> None:
+        """Torch would give out the memory again, and end the process once the error is gone."""
+        output = SimpleNamespace(data_ptr=lambda: 512)
+        self.manager.device_index = 0
+        # What is in use, whether the pool can be left, and how often it is asked for and started over in two calls.
+        for in_use, leaves, asks, starts in (({512}, True, 1, 0), ({512, 1024}, True, 2, 1), (set(), False, 4, 2)):
+            self.manager.cuda_graphs_thread_pool = (0, 1)
+            self.manager.current_node = mock.Mock(spec=["path_live_weakrefs"])
+            self.manager.current_node.path_live_weakrefs.return_value = [output]
+            asked = mock.Mock(side_effect=lambda device, pool, live: live == in_use)  # noqa: B023
+
+            def start_over(manager: Any, why: Any) -> None:
+                manager.cuda_graphs_thread_pool = (0, 1 + leaves)  # noqa: B023
+
+            self.manager.reclaiming.start_over = started = mock.Mock(side_effect=start_over)
+            with mock.patch.object(torch._C, "_cuda_checkPoolLiveAllocations", asked, create=True):
+                self.manager._candidates["f"] = {}
+                self.manager.note_doubt(Reason.FAILED(error="OutOfMemoryError"))
+                self.assertEqual((self.manager._candidates, candidates._find(self.manager, ID, True)), ({}, None))
+                for _ in range(2):
+                    self.manager._start_over()
+            self.assertEqual((asked.call_count, started.call_count), (asks, starts))
+            asked.assert_called_with(0, (0, 1), {512})
+            self.assertEqual(self.manager.doubt is None, leaves)
+        self.manager.doubt = None
+
     def test_no_call_is_graphed_once_a_pool_could_not_be_read(self) -> None:
         """Another recording could crash. Before a recording asks for the pool's state, errors have other causes."""
         failed = mock.patch.object(recording.Upstream, "_add_first_outputs", lambda *_: fails(RuntimeError()))
@@ -242,6 +269,7 @@ class TestContained(TestCase):
 
         with ThreadPoolExecutor(1) as other:
             self.check(upstream)
+        self.assertIn("AssertionError: in <module>", str(self.model.log.ungraphed_reason))
 
     def test_an_error_of_bookkeeping_for_an_ungraphed_call(self) -> None:
         self.manager.path_state = None

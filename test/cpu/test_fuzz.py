@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from unittest import mock
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.common_utils import run_tests
 
 HERE = Path(__file__).resolve().parent
@@ -136,6 +137,11 @@ class TestCommand(WithFolder):
         with mock.patch.object(runner.Runner, "_observed", noted):
             check.check_bits(case, torch.device("cpu"), "ours", everything.CHAIN, mock.Mock())
         self.assertEqual(seen, {("ours", True), (everything.CHAIN, False)})
+
+    def test_a_process_is_of_no_use_under_a_mode_that_was_left_active(self):
+        with FakeTensorMode():
+            self.assertTrue(check.is_lost(torch.device("cpu")))
+        self.assertFalse(check.is_lost(torch.device("cpu")))
 
     def test_memory_is_overwritten_if_an_operation_wrote_it_and_it_is_free_in_a_pool(self):
         def segment(pool, **states):

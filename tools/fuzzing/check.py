@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from pygraph_trees.benchmark.verify import differences
 from pygraph_trees.report.log import journal
@@ -164,7 +165,9 @@ def device_of(kind: str) -> torch.device:
 
 
 def is_lost(device: torch.device) -> bool:
-    """Whether a fault has made the GPU unusable for this process."""
+    """Whether this process is of no use: after a fault of the GPU, or under a mode that torch has left active."""
+    if _get_current_dispatch_mode_stack():  # threads that trace at the same time, as torch.cond in eager does
+        return True
     if device.type != "cuda":
         return False
     try:

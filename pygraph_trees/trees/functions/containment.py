@@ -306,6 +306,9 @@ def cleaned_up(manager: Any, run: Callable[[], Any]) -> Any:
         return run()
     except BaseException as error:
         if stream is not None and getattr(manager, "stream", None) is not None:
+            if (note_doubt := getattr(manager, "note_doubt", None)) is not None:
+                # The program's frames may hold memory of the pool. Its errors may fail to describe themselves.
+                note_doubt(Reason.FAILED(error=type(error).__name__))
             forget_frames(error, until=handled, of_program=False)
             _leave_pool(manager, stream)
         raise
@@ -336,5 +339,7 @@ def end_allocations(device: int, pool: tuple[int, int]) -> None:
 
 
 def described(error: Exception) -> Why:
-    text = str(error).strip().splitlines()
+    """Why a call runs un-graphed after an error. Assertions often have no text; then it is the line that raised it."""
+    raised = traceback.extract_tb(error.__traceback__)[-1:]
+    text = str(error).strip().splitlines() or [f"in {at.name}: {at.line}" for at in raised]
     return Reason.FAILED(error=f"{type(error).__name__}{f': {text[0][:200]}' if text else ''}")

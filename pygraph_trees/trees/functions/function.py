@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import asdict
 from pathlib import Path
@@ -50,6 +50,8 @@ _WITHOUT_COLLECTIVES = {
 _MOST_WAITED = 4096  # calls, until a function whose memory lacks is recorded again
 
 LOADED: ContextVar[Any] = ContextVar("pygraph_loaded", default=None)  # metadata of the program that a thread loads
+# By partition of the graph that a thread puts to use: the inputs that its code takes to be aligned.
+ASSUMED: ContextVar[Iterator[list[int]] | None] = ContextVar("pygraph_assumed", default=None)
 
 
 def _first_inside(*, is_backward: bool, is_inference: bool) -> int | None:
@@ -128,6 +130,7 @@ class FunctionModel:
         self.outputs = OwnOutputs()
         self.lanes = Lanes(settings, log)
         self.is_entered = False  # by :func:`entered`
+        self.assumed: Sequence[int] | None = next(ASSUMED.get() or iter(()), None)  # taken to be aligned, if known
         self.tangents: Sequence[int] = ()  # inputs of a backward that may be zeros without memory, or negated views
         names = _names_in(model)
         self._makes_zeros = "_efficientzerotensor" in names  # outputs may be zeros without memory
@@ -207,13 +210,26 @@ class FunctionModel:
 
 
 def aligning(
-    run: Call, inputs: Sequence[Any], static: Sequence[int], mutated: Collection[int], *, only_mutated: bool = False
+    run: Call,
+    assumed: Sequence[int] | None,
+    inputs: Sequence[Any],
+    static: Sequence[int],
+    mutated: Collection[int],
+    *,
+    only_mutated: bool = False,
 ) -> Call:
-    """``run``, but inputs that are aligned in this call are copied first if they are not, and back if mutated."""
+    """``run``, but misaligned inputs are copied first, and back if mutated.
+
+    These are those of ``assumed``, and the mutated ones that are aligned in this call: upstream copies those, too. If
+    ``assumed`` is not known, they are all that are aligned in this call.
+    """
     from torch._inductor.compile_fx import get_input_idxs_to_check
     from torch._inductor.utils import align_inputs_from_check_idxs
 
     checked = get_input_idxs_to_check(inputs, static)
+    if assumed is not None:
+        tensors = {index for index in assumed if isinstance(inputs[index], torch.Tensor)}
+        checked = sorted(tensors.union(mutated).intersection({*assumed, *checked}))
     written = OrderedSet(index for index in checked if index in mutated)
     made: Call = align_inputs_from_check_idxs(run, list(written) if only_mutated else checked, written)
     return made
@@ -222,7 +238,7 @@ def aligning(
 class Aligned:
     """Un-graphed calls of a function: misaligned inputs are copied first, and copied back if they are mutated.
 
-    As upstream does, the first call, graphed or not, decides which must be aligned; before, inputs may not be real.
+    If the code does not tell which must be aligned, the first call decides; before, inputs may not be real.
     """
 
     def __init__(self, function: FunctionModel, static_input_idxs: Sequence[int], mutated: Collection[int]) -> None:
@@ -234,7 +250,8 @@ class Aligned:
         if self._run is None:
             # If the first call is un-graphed, torch is not asked for a graph.
             self._function.note_tangents(len(inputs), self._static_input_idxs)
-            self._run = aligning(self._function, inputs, self._static_input_idxs, self._mutated)
+            function = self._function
+            self._run = aligning(function, function.assumed, inputs, self._static_input_idxs, self._mutated)
         return self._run
 
     def __call__(self, inputs: list[Any]) -> Any:

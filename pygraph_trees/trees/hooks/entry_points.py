@@ -11,16 +11,16 @@ import contextlib
 import functools
 import logging
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch._dynamo.utils import get_static_address_type
 from torch._inductor import config, cudagraph_trees, debug
-from torch._inductor.utils import BoxedBool
+from torch._inductor.utils import BoxedBool, remove_unaligned_input_idxs
 from torch.autograd import profiler
 
-from pygraph_trees.compat import leaves_broken_captures
+from pygraph_trees.compat import graph_policy, leaves_broken_captures
 from pygraph_trees.cuda.extent import tensors_with_memory
 from pygraph_trees.indirection.retired import release_retired
 from pygraph_trees.native import binding
@@ -32,7 +32,7 @@ from pygraph_trees.settings import Settings
 from ..functions import home
 from ..functions.containment import described, end_allocations
 from ..functions.dispatch import PER_THREAD
-from ..functions.function import LOADED, Aligned, FunctionModel, aligning, entered
+from ..functions.function import ASSUMED, LOADED, Aligned, FunctionModel, aligning, entered
 from ..functions.threads import for_each_thread
 from ..pools import pools
 from ..pools.capture_lock import is_by_torch, is_captured
@@ -83,10 +83,14 @@ def cudagraphify_impl(upstream: Callable[..., Any]) -> Callable[..., Any]:
             # partition, Inductor also names CPU inputs that only code outside of the partition mutates.
             static_input_idxs = _on_gpu(static_input_idxs, inputs)
             kwargs["mutated_input_idxs"] = tuple(_on_gpu(kwargs.get("mutated_input_idxs", ()), inputs))
+        if function.assumed is not None and function.settings.indirection != "off":
+            # Upstream copies static inputs that are misaligned; the code may have been compiled for aligned ones.
+            static, static_input_idxs = static_input_idxs, remove_unaligned_input_idxs(inputs, static_input_idxs)
+            function.assumed = sorted({*function.assumed, *static}.difference(static_input_idxs))
         run = upstream(function, inputs, static_input_idxs, *args, **kwargs)
         mutated = set(kwargs.get("mutated_input_idxs", ()))
-        if mutated and function.settings.indirection != "off":
-            run = _keeps_writes(run, static_input_idxs, mutated)
+        if (mutated or function.assumed) and function.settings.indirection != "off":
+            run = _aligned_first(run, function.assumed, static_input_idxs, mutated)
         aligned, device = Aligned(function, static_input_idxs, mutated), kwargs["device_index"]
         run = only_sizes_that_come_again(function, run, inputs, aligned, device)
         if function.settings.indirection == "off":
@@ -129,8 +133,12 @@ def putting_to_use(upstream: Callable[..., Any]) -> Callable[..., Any]:
             wanted = wanted or reason is not None  # torch forgets a backward's override if it comes from its cache
         if reason is not None:
             BoxedBool.disable(graph_kwargs["cudagraphs"])
-        with compiled.put_to_use(self, graph_kwargs, wanted=wanted, dropped=reason):
-            upstream(self, example_inputs, constants, graph_kwargs)
+        token = ASSUMED.set(_assumed(self))
+        try:
+            with compiled.put_to_use(self, graph_kwargs, wanted=wanted, dropped=reason):
+                upstream(self, example_inputs, constants, graph_kwargs)
+        finally:
+            ASSUMED.reset(token)
         index = graph_kwargs.get("boxed_forward_device_index")
         if reason is not None and graph_kwargs["is_backward"] and index is not None and index.value is not None:
             self.current_callable = as_upstream_has_it(self.current_callable, BACKWARD, index.value)
@@ -293,17 +301,32 @@ def capture_end(upstream: Callable[..., None]) -> Callable[..., None]:
     return capture_end
 
 
-def _keeps_writes(run: Any, static_input_idxs: Any, mutated: set[int]) -> Callable[[list[Any]], Any]:
-    """``run``, but misaligned mutated inputs are copied back: upstream clones them and loses the writes.
+def _assumed(graph: Any) -> Iterator[list[int]]:
+    """By partition, the inputs that the code of a graph takes to be aligned."""
+    checked, is_whole = set(graph.inputs_to_check), not config.graph_partition or graph_policy(config) is not None
+    maps = None if is_whole else graph.partition_maps
+    for places in [found.input_index_mapping for found in maps or ()]:
+        yield [index for index, of_graph in enumerate(places) if of_graph in checked]
+    if not maps:
+        yield sorted(checked)
 
-    The first call with the same integers decides which inputs must be aligned, as in :class:`.Aligned`.
+
+def _aligned_first(
+    run: Any, assumed: Sequence[int] | None, static_input_idxs: Any, mutated: set[int]
+) -> Callable[[list[Any]], Any]:
+    """``run``, but misaligned inputs are copied first, and back if mutated.
+
+    Upstream copies inputs that are aligned in the first call with the same integers. The code may have been compiled
+    for other ones: with other integers, or by another program, since AOTAutograd's cache does not compare alignment.
+    It also loses writes to a copy; where the code does not tell which inputs must be aligned, that call decides.
     """
     by_integers: dict[tuple[int, ...], Callable[[list[Any]], Any]] = {}
 
     def call(inputs: list[Any]) -> Any:
         integers = tuple(value for value in inputs if isinstance(value, int))
         if integers not in by_integers:
-            by_integers[integers] = aligning(run, inputs, static_input_idxs, mutated, only_mutated=True)
+            how = (assumed, inputs, static_input_idxs, mutated)
+            by_integers[integers] = aligning(run, *how, only_mutated=assumed is None)
         return by_integers[integers](inputs)
 
     return call

@@ -7,12 +7,14 @@ un-graphed or a backward never comes, and ends the last step's path.
 
 from __future__ import annotations
 
+import gc
 import logging
 import time
 import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch._inductor import cudagraph_trees
 
 from pygraph_trees.reasons import Reason, Why
@@ -30,8 +32,6 @@ from ..recordings.kept_outputs import keeps_outputs, move_alive, note_launch_of
 from .storms import is_endless
 
 if TYPE_CHECKING:
-    import torch
-
     from pygraph_trees.outputs.policy import OutputPolicy
 
     from .reclaiming import Reclaiming
@@ -50,6 +50,7 @@ class Calls(fast_path.TreeState, Upstream):
     pool: Any  # its address ranges
     why_start_over: Why | None = None  # why all recordings are dropped at the next call
     starts_over_later = False  # not before a step begins
+    doubt: Why | None = None  # the error after which memory of the pool may be in use that no recording accounts for
     _candidates: dict[Any, Any]
     keeps_outputs: bool  # whether a function was added whose outputs must be kept
     _begins_step: bool | None = None  # the answer of can_start_new_generation while a path may end
@@ -129,17 +130,41 @@ class Calls(fast_path.TreeState, Upstream):
         self._candidates.clear()
         self.warmed_up_functions.discard(function_id)
 
+    def note_doubt(self, why: Why) -> None:
+        """Lets the next call look for memory of the pool that is in use and that no recording accounts for."""
+        self.doubt = why
+        self._candidates.clear()
+
     def start_over_later(self, why: Why) -> None:
         """Drops all recordings and the graph pool when a step begins; also during a call."""
         if self.why_start_over is None:
             self.why_start_over, self.starts_over_later = why, True
             self._candidates.clear()
 
+    def _has_unknown_memory(self) -> bool:
+        """Whether other memory of the pool is in use than that of outputs on the open path, for example by an error.
+
+        Torch would give it out again with the next recording, and end the process once it is freed.
+        """
+        pool = self.device_index, self.cuda_graphs_thread_pool
+        try:
+            for _ in range(2):
+                live = [] if self.current_node is None else self.current_node.path_live_weakrefs()
+                if torch._C._cuda_checkPoolLiveAllocations(*pool, {held.data_ptr() for held in live}):
+                    return False
+                gc.collect()  # what an error holds may be garbage
+        except Exception as error:
+            _log.warning("the graph pool could not be asked for memory in use: %s", error)
+        return True
+
     def _is_path_open(self) -> bool:
         node = self.current_node
         return not (node is None or self.can_start_new_generation() or node.all_outputs_are_dead())
 
     def _start_over(self) -> None:
+        doubt, self.doubt, pool = self.doubt, None, self.cuda_graphs_thread_pool
+        if doubt is not None and self._has_unknown_memory():
+            self.why_start_over, self.starts_over_later = self.why_start_over or doubt, False
         if self.why_start_over is None or (self.starts_over_later and self._is_path_open()):
             return
         why, self.why_start_over = self.why_start_over, None
@@ -147,6 +172,8 @@ class Calls(fast_path.TreeState, Upstream):
             self.reclaiming.start_over(self, why)
         except Exception as error:  # the GPU is lost, or another thread captures
             _log.warning("CUDA graphs could not start over after an error: %s", error)
+        if doubt is not None and self.cuda_graphs_thread_pool == pool:  # it could not be left
+            self.doubt = doubt
 
     def keep_inputs(self, function_id: Any, why: Why) -> None:
         """Records a function again, without using the memory of its inputs: the program holds them sometimes."""

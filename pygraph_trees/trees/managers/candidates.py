@@ -67,7 +67,8 @@ def find(manager: Any, function_id: Any, begins: bool) -> Any:
 
 
 def _find(manager: Any, function_id: Any, begins: bool) -> Any:
-    changes = manager.output_policy.changing or manager.why_start_over is not None
+    starts_over = manager.why_start_over is not None or manager.doubt is not None
+    changes = manager.output_policy.changing or starts_over
     if changes or function_id not in manager.warmed_up_functions:
         return None
     node = manager.current_node
