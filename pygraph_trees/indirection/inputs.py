@@ -30,7 +30,7 @@ from .patching import CapturedCopies, Patches, PatchFailed
 from .placeholder import Extent, Placeholders, with_memory
 from .relocations import Scan, scan
 from .retired import give_back, retire
-from .routes import Decision, Route, alignments, decide
+from .routes import VECTOR, Decision, Route, alignments, decide
 from .staged_inputs import StagedInputs
 from .table.pointer_table import table_for
 
@@ -360,8 +360,9 @@ class LiveInputs:
         """This call's input itself if ``view`` is None, else the view of it that the function returns."""
         base, temporary = self._given[index], self.addresses.temporary
         copied = self._copied.get(index)
+        is_odd = base.data_ptr() % VECTOR or not may_be_seen(base, view)  # a backward may take the copy to be aligned
         if (copied is not None or index in temporary) and (
-            self._pool.holds(base.data_ptr()) or not may_be_seen(base, view) or index in self._overwritten
+            is_odd or self._pool.holds(base.data_ptr()) or index in self._overwritten
         ):
             # The output is in the copy, or the graph may overwrite the input. The next call overwrites the placeholder.
             if copied is not None and index not in temporary:

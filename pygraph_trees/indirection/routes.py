@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from .relocations import Scan
 
 MAX_ALIGNMENT = 512  # bytes; no kernel is chosen by a larger alignment
-_VECTOR = 16  # bytes; the largest load
+VECTOR = 16  # bytes; the largest load
 
 
 class Route(enum.Enum):
@@ -112,7 +112,7 @@ def fits(address: int, recorded: int, aligned: int = 1) -> bool:
     pointers into the middle of an input (``aligned``: see :func:`alignments`). For an alignment below 16, a kernel may
     have been told how many elements precede the first aligned one; then both addresses must be equal modulo 16.
     """
-    return (address - recorded) % max(math.gcd(recorded, MAX_ALIGNMENT), _VECTOR, aligned) == 0
+    return (address - recorded) % max(math.gcd(recorded, MAX_ALIGNMENT), VECTOR, aligned) == 0
 
 
 def is_better(address: int, recorded: int) -> bool:
@@ -120,4 +120,4 @@ def is_better(address: int, recorded: int) -> bool:
 
     Flash attention reads the wrong elements there, in eager mode too, so an aligned input must not be copied there.
     """
-    return recorded % _VECTOR != 0 and address % _VECTOR == 0
+    return recorded % VECTOR != 0 and address % VECTOR == 0

@@ -25,7 +25,7 @@ from torch.testing._internal.common_utils import TestCase, instantiate_parametri
 
 from pygraph_trees.reasons import Reason
 from pygraph_trees.trees.functions import function as trees_function
-from pygraph_trees.trees.functions.function import Aligned, FunctionModel, entered
+from pygraph_trees.trees.functions.function import Aligned, FunctionModel, aligning, entered, staying
 from pygraph_trees.trees.hooks import choice, entry_points
 from pygraph_trees.trees.managers import calls
 from pygraph_trees.trees.pools import capture_lock, pools, program_pools
@@ -70,14 +70,16 @@ class TestCalls(TestCase):
         self.assertEqual((memory.tolist(), seen, run.call_count), ([0.0] + [1.0] * 8, [0], 0))
 
     def test_inputs_that_the_code_takes_to_be_aligned_are_copied_from_the_first_call_on(self):
-        """AOTAutograd's cache may give code that was compiled for aligned inputs."""
+        """Torch's caches may give code that was compiled for aligned inputs."""
         maps = [SimpleNamespace(input_index_mapping=[2, None, 0]), SimpleNamespace(input_index_mapping=[1])]
-        graph = SimpleNamespace(inputs_to_check=[1, 2], partition_maps=maps)
-        self.assertEqual([*entry_points._assumed(graph)], [[0], [0]])
+        graph = SimpleNamespace(inputs_to_check=[1], fx_kwargs={"static_input_idxs": [2]}, partition_maps=maps)
+        self.assertEqual([*entry_points._assumed(graph)], [{0}, {0}])
+        graph.pygraph_aligned = [2]
+        self.assertEqual([*entry_points._assumed(graph)], [{0}, set()])
         with mock.patch.object(entry_points, "graph_policy", lambda _: object()):  # the graph is not partitioned
-            self.assertEqual([*entry_points._assumed(graph)], [[1, 2]])
+            self.assertEqual([*entry_points._assumed(graph)], [{2}])
         graph.partition_maps = None
-        self.assertEqual([*entry_points._assumed(graph)], [[1, 2]])
+        self.assertEqual([*entry_points._assumed(graph)], [{2}])
 
         memory, seen = torch.zeros(9), []
 
@@ -86,21 +88,25 @@ class TestCalls(TestCase):
             inputs[0].add_(1)
             return []
 
-        token = trees_function.ASSUMED.set(iter([[0]]))
+        token = trees_function.ASSUMED.set(iter([{0}]))
         self.addCleanup(trees_function.ASSUMED.reset, token)
         functions = [FunctionModel.of(run, is_backward=False, is_inference=True) for _ in range(2)]
-        self.assertEqual([function.assumed for function in functions], [[0], None])
+        self.assertEqual([function.assumed for function in functions], [{0}, None])
         with mock.patch("torch._inductor.compile_fx.get_input_idxs_to_check", lambda *_: []):
             for function in functions:
+                static = staying([memory[1:]], function.assumed, [0])  # for upstream; an un-graphed call has all
                 for call in (
-                    entry_points._aligned_first(run, function.assumed, (), {0}),
-                    Aligned(function, (), {0}),
+                    entry_points._aligned_first(run, function.assumed, static, {0}),
+                    Aligned(function, [0], {0}),
                 ):
                     call([memory[1:]])
+            self.assertEqual(staying([memory], {0}, [0]), [0])
+            self.assertIs(aligning(run, {0}, [memory], [0], {0}, besides_upstream=True), run)  # it stays aligned
         self.assertEqual((memory.tolist(), seen), ([0.0] + [4.0] * 8, [0, 0, 4, 4]))
         # Upstream would copy it, too, and lose what is written.
         with mock.patch("torch._inductor.compile_fx.get_input_idxs_to_check", lambda *_: [0]):
-            entry_points._aligned_first(run, [], (), {0})([memory[1:]])
+            entry_points._aligned_first(run, set(), (), {0})([memory[1:]])
+            self.assertIs(aligning(run, {0}, [memory], (), (), besides_upstream=True), run)  # upstream copies it
         self.assertEqual((memory.tolist(), seen[4:]), ([0.0] + [5.0] * 8, [0]))
 
     def test_nothing_is_captured_before_the_gpu_is_used(self):

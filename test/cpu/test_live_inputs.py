@@ -616,6 +616,15 @@ class TestOutputs(LiveInputsTestCase):
             self.assertEqual((whole, view), (before, before.flatten()[8:16:2]))
             self.assertEqual(view.data_ptr(), whole.data_ptr() + 32)
 
+    def test_an_output_on_a_misaligned_input_is_aligned_as_in_the_recording(self):
+        """A backward may have been compiled for that."""
+        live, _ = self.record(self.one_kernel(), at(0))
+        self.begin(live, given := at(4))
+        whole, view = live.output(0, None), live.output(0, self.VIEW)
+        live.finish()
+        self.assertEqual((whole, view), (given, given.flatten()[8:16:2]))
+        self.assertEqual([t.data_ptr() % 16 for t in (given, whole, view)], [4, 0, 0])
+
     def test_an_output_on_an_input_that_is_overwritten_is_where_the_launch_wrote(self):
         for nodes in (self.one_kernel(), self.first_unheld):  # patched, and copied
             live, _ = self.replayable(nodes, at(0), at(0), overwritten=[0], outputs={0: (0, None)})

@@ -340,6 +340,7 @@ def end_allocations(device: int, pool: tuple[int, int]) -> None:
 
 def described(error: Exception) -> Why:
     """Why a call runs un-graphed after an error. Assertions often have no text; then it is the line that raised it."""
-    raised = traceback.extract_tb(error.__traceback__)[-1:]
-    text = str(error).strip().splitlines() or [f"in {at.name}: {at.line}" for at in raised]
+    text = str(error).strip().splitlines() or [
+        f"in {at.name}: {at.line or at.lineno}" for at in traceback.extract_tb(error.__traceback__)[-1:]
+    ]
     return Reason.FAILED(error=f"{type(error).__name__}{f': {text[0][:200]}' if text else ''}")

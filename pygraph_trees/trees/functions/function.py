@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch._functorch._aot_autograd.schemas import SubclassCreationMeta
 from torch._guards import TracingContext
+from torch._inductor.utils import align_inputs_from_check_idxs, remove_unaligned_input_idxs
 from torch.utils._ordered_set import OrderedSet
 
 from pygraph_trees.indirection.collectives import NAMESPACES
@@ -51,7 +52,7 @@ _MOST_WAITED = 4096  # calls, until a function whose memory lacks is recorded ag
 
 LOADED: ContextVar[Any] = ContextVar("pygraph_loaded", default=None)  # metadata of the program that a thread loads
 # By partition of the graph that a thread puts to use: the inputs that its code takes to be aligned.
-ASSUMED: ContextVar[Iterator[list[int]] | None] = ContextVar("pygraph_assumed", default=None)
+ASSUMED: ContextVar[Iterator[set[int]] | None] = ContextVar("pygraph_assumed", default=None)
 
 
 def _first_inside(*, is_backward: bool, is_inference: bool) -> int | None:
@@ -130,7 +131,7 @@ class FunctionModel:
         self.outputs = OwnOutputs()
         self.lanes = Lanes(settings, log)
         self.is_entered = False  # by :func:`entered`
-        self.assumed: Sequence[int] | None = next(ASSUMED.get() or iter(()), None)  # taken to be aligned, if known
+        self.assumed: Collection[int] | None = next(ASSUMED.get() or iter(()), None)  # taken to be aligned, if known
         self.tangents: Sequence[int] = ()  # inputs of a backward that may be zeros without memory, or negated views
         names = _names_in(model)
         self._makes_zeros = "_efficientzerotensor" in names  # outputs may be zeros without memory
@@ -211,28 +212,40 @@ class FunctionModel:
 
 def aligning(
     run: Call,
-    assumed: Sequence[int] | None,
+    assumed: Collection[int] | None,
     inputs: Sequence[Any],
     static: Sequence[int],
     mutated: Collection[int],
     *,
-    only_mutated: bool = False,
+    besides_upstream: bool = False,
 ) -> Call:
     """``run``, but misaligned inputs are copied first, and back if mutated.
 
-    These are those of ``assumed``, and the mutated ones that are aligned in this call: upstream copies those, too. If
-    ``assumed`` is not known, they are all that are aligned in this call.
+    Args:
+        assumed: those that the code takes to be aligned. If they are not known, all that are aligned in this call are
+            copied, as by upstream; otherwise these and the mutated ones that upstream copies. Static ones that are
+            aligned stay so.
+        besides_upstream: only what upstream does not do itself. It does not copy back.
     """
     from torch._inductor.compile_fx import get_input_idxs_to_check
-    from torch._inductor.utils import align_inputs_from_check_idxs
 
-    checked = get_input_idxs_to_check(inputs, static)
+    by_upstream = get_input_idxs_to_check(inputs, static)
+    checked = list(by_upstream)
     if assumed is not None:
-        tensors = {index for index in assumed if isinstance(inputs[index], torch.Tensor)}
-        checked = sorted(tensors.union(mutated).intersection({*assumed, *checked}))
+        moving = set(assumed).difference(remove_unaligned_input_idxs(inputs, static))
+        moving = moving.union(set(mutated).intersection(by_upstream))
+        checked = sorted(index for index in moving if isinstance(inputs[index], torch.Tensor))
     written = OrderedSet(index for index in checked if index in mutated)
-    made: Call = align_inputs_from_check_idxs(run, list(written) if only_mutated else checked, written)
+    if besides_upstream:
+        checked = [index for index in checked if index in written or index not in by_upstream]
+    made: Call = align_inputs_from_check_idxs(run, checked, written)
     return made
+
+
+def staying(inputs: Sequence[Any], assumed: Collection[int] | None, static: Sequence[int]) -> Sequence[int]:
+    """The static inputs, but those that are misaligned and that the code takes to be aligned."""
+    aligned = remove_unaligned_input_idxs(inputs, static)
+    return static if assumed is None else [i for i in static if i in aligned or i not in assumed]
 
 
 class Aligned:

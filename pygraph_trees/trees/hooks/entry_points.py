@@ -11,13 +11,13 @@ import contextlib
 import functools
 import logging
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch._dynamo.utils import get_static_address_type
 from torch._inductor import config, cudagraph_trees, debug
-from torch._inductor.utils import BoxedBool, remove_unaligned_input_idxs
+from torch._inductor.utils import BoxedBool
 from torch.autograd import profiler
 
 from pygraph_trees.compat import graph_policy, leaves_broken_captures
@@ -32,7 +32,7 @@ from pygraph_trees.settings import Settings
 from ..functions import home
 from ..functions.containment import described, end_allocations
 from ..functions.dispatch import PER_THREAD
-from ..functions.function import ASSUMED, LOADED, Aligned, FunctionModel, aligning, entered
+from ..functions.function import ASSUMED, LOADED, Aligned, FunctionModel, aligning, entered, staying
 from ..functions.threads import for_each_thread
 from ..pools import pools
 from ..pools.capture_lock import is_by_torch, is_captured
@@ -41,7 +41,7 @@ from ..pools.interrupts import deferred
 from .choice import as_upstream_has_it, chooser, only_sizes_that_come_again
 from .manager_container import has_trees, without_others
 from .runner import shortened
-from .saved_tensors import conform_inputs, conforming, hooks_were_set, is_any_lazy, leave
+from .saved_tensors import ALIGNED, conform_inputs, conforming, hooks_were_set, is_any_lazy, leave
 
 _log = logging.getLogger("pygraph_trees.trees")
 
@@ -83,10 +83,8 @@ def cudagraphify_impl(upstream: Callable[..., Any]) -> Callable[..., Any]:
             # partition, Inductor also names CPU inputs that only code outside of the partition mutates.
             static_input_idxs = _on_gpu(static_input_idxs, inputs)
             kwargs["mutated_input_idxs"] = tuple(_on_gpu(kwargs.get("mutated_input_idxs", ()), inputs))
-        if function.assumed is not None and function.settings.indirection != "off":
-            # Upstream copies static inputs that are misaligned; the code may have been compiled for aligned ones.
-            static, static_input_idxs = static_input_idxs, remove_unaligned_input_idxs(inputs, static_input_idxs)
-            function.assumed = sorted({*function.assumed, *static}.difference(static_input_idxs))
+        if function.settings.indirection != "off":
+            static_input_idxs = staying(inputs, function.assumed, static_input_idxs)
         run = upstream(function, inputs, static_input_idxs, *args, **kwargs)
         mutated = set(kwargs.get("mutated_input_idxs", ()))
         if (mutated or function.assumed) and function.settings.indirection != "off":
@@ -301,24 +299,26 @@ def capture_end(upstream: Callable[..., None]) -> Callable[..., None]:
     return capture_end
 
 
-def _assumed(graph: Any) -> Iterator[list[int]]:
+def _assumed(graph: Any) -> Iterator[set[int]]:
     """By partition, the inputs that the code of a graph takes to be aligned."""
-    checked, is_whole = set(graph.inputs_to_check), not config.graph_partition or graph_policy(config) is not None
+    noted = getattr(graph, ALIGNED, None)  # without it, the code is from a cache of torch's own
+    assumed = {*graph.inputs_to_check, *(graph.fx_kwargs["static_input_idxs"] or ())} if noted is None else set(noted)
+    is_whole = not config.graph_partition or graph_policy(config) is not None
     maps = None if is_whole else graph.partition_maps
     for places in [found.input_index_mapping for found in maps or ()]:
-        yield [index for index, of_graph in enumerate(places) if of_graph in checked]
+        yield {index for index, of_graph in enumerate(places) if of_graph in assumed}
     if not maps:
-        yield sorted(checked)
+        yield assumed
 
 
 def _aligned_first(
-    run: Any, assumed: Sequence[int] | None, static_input_idxs: Any, mutated: set[int]
+    run: Any, assumed: Collection[int] | None, static_input_idxs: Any, mutated: set[int]
 ) -> Callable[[list[Any]], Any]:
     """``run``, but misaligned inputs are copied first, and back if mutated.
 
     Upstream copies inputs that are aligned in the first call with the same integers. The code may have been compiled
-    for other ones: with other integers, or by another program, since AOTAutograd's cache does not compare alignment.
-    It also loses writes to a copy; where the code does not tell which inputs must be aligned, that call decides.
+    for other ones: with other integers, or by another program, since torch's caches do not compare alignment.
+    Upstream also loses writes to a copy.
     """
     by_integers: dict[tuple[int, ...], Callable[[list[Any]], Any]] = {}
 
@@ -326,7 +326,7 @@ def _aligned_first(
         integers = tuple(value for value in inputs if isinstance(value, int))
         if integers not in by_integers:
             how = (assumed, inputs, static_input_idxs, mutated)
-            by_integers[integers] = aligning(run, *how, only_mutated=assumed is None)
+            by_integers[integers] = aligning(run, *how, besides_upstream=True)
         return by_integers[integers](inputs)
 
     return call

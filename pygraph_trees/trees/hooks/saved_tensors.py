@@ -20,6 +20,7 @@ from pygraph_trees.report import compiled
 _log = logging.getLogger("pygraph_trees.trees")
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 ATTRIBUTE = "pygraph_saved"  # of a CompiledFxGraph
+ALIGNED = "pygraph_aligned"  # of a CompiledFxGraph: the numbers of the inputs that its code takes to be aligned
 _set = False
 
 
@@ -65,6 +66,8 @@ def describing(upstream: Callable[..., Any]) -> Callable[..., Any]:
         upstream(self, current_callable, graph, gm, *args, **kwargs)
         compiled.attach(self, graph, gm)
         if config.triton.cudagraphs:
+            is_aligned = (name not in graph.unaligned_buffers for name in graph.graph_inputs)
+            setattr(self, ALIGNED, [number for number, known in enumerate(is_aligned) if known])
             attach(self, graph)
 
     return __init__

@@ -95,7 +95,8 @@ class Calls(fast_path.TreeState, Upstream):
         model, upstream = self.ids_to_funcs[function_id].model, super().run
 
         def run() -> Any:
-            self._start_over()
+            if (why := self._start_over()) is not None:
+                return self.run_ungraphed(inputs, function_id, why)
             with self.output_policy.call(self, function_id, inputs):
                 return upstream(inputs, function_id)
 
@@ -148,11 +149,11 @@ class Calls(fast_path.TreeState, Upstream):
         """
         pool = self.device_index, self.cuda_graphs_thread_pool
         try:
-            for _ in range(2):
+            for collect in (gc.collect, bool):  # what an error holds may be garbage
                 live = [] if self.current_node is None else self.current_node.path_live_weakrefs()
                 if torch._C._cuda_checkPoolLiveAllocations(*pool, {held.data_ptr() for held in live}):
                     return False
-                gc.collect()  # what an error holds may be garbage
+                collect()
         except Exception as error:
             _log.warning("the graph pool could not be asked for memory in use: %s", error)
         return True
@@ -161,19 +162,26 @@ class Calls(fast_path.TreeState, Upstream):
         node = self.current_node
         return not (node is None or self.can_start_new_generation() or node.all_outputs_are_dead())
 
-    def _start_over(self) -> None:
-        doubt, self.doubt, pool = self.doubt, None, self.cuda_graphs_thread_pool
-        if doubt is not None and self._has_unknown_memory():
-            self.why_start_over, self.starts_over_later = self.why_start_over or doubt, False
+    def _start_over(self) -> Why | None:
+        """Drops all recordings and the graph pool if that is due; returns why this call must not use the pool."""
+        pool = self.cuda_graphs_thread_pool
+        if self.doubt is not None and self.why_start_over is not self.doubt:
+            # With collectives, other ranks may have no doubt.
+            if self.reclaiming.is_alike or not self._has_unknown_memory():
+                self.doubt = None
+            else:
+                self.why_start_over, self.starts_over_later = self.doubt, False
         if self.why_start_over is None or (self.starts_over_later and self._is_path_open()):
-            return
+            return None
         why, self.why_start_over = self.why_start_over, None
         try:
             self.reclaiming.start_over(self, why)
         except Exception as error:  # the GPU is lost, or another thread captures
             _log.warning("CUDA graphs could not start over after an error: %s", error)
-        if doubt is not None and self.cuda_graphs_thread_pool == pool:  # it could not be left
-            self.doubt = doubt
+        if self.cuda_graphs_thread_pool != pool:
+            self.doubt = None
+        self.why_start_over = self.doubt  # the next call tries to leave the pool again
+        return self.doubt
 
     def keep_inputs(self, function_id: Any, why: Why) -> None:
         """Records a function again, without using the memory of its inputs: the program holds them sometimes."""
