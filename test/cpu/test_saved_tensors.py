@@ -14,7 +14,8 @@ from torch import nn
 from torch._dynamo import reset
 from torch._functorch._aot_autograd import runtime_wrappers
 from torch._functorch._aot_autograd.schemas import ViewAndMutationMeta
-from torch._inductor import config
+from torch._inductor import config, graph
+from torch._inductor.utils import tensor_is_aligned
 from torch.autograd.function import FunctionCtx
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
@@ -118,6 +119,17 @@ class TestAttach(TestCase):
         (example,) = {strides for _, _, _, sizes, strides in layouts if sizes is None and strides[0] == 1}
         self.assertEqual(example, (1, 7))
         self.assertFalse([sizes for _, _, _, sizes, strides in layouts if len(strides) == 2 and sizes is not None])
+
+    def test_an_artifact_holds_which_inputs_its_code_takes_to_be_aligned(self):
+        made, x = [], torch.ones(9)
+        torch._dynamo.reset()
+        with (
+            mock.patch.object(saved_tensors, "attach", lambda artifact, _: made.append(artifact)),
+            mock.patch.object(graph, "should_assume_input_aligned", tensor_is_aligned),  # on the CPU, too
+            config.patch({"triton.cudagraphs": True, "fx_graph_cache": False}),
+        ):
+            torch.compile(torch.add, dynamic=False)(x[1:], x[:8])
+        self.assertEqual([artifact.pygraph_aligned for artifact in made], [[1]])
 
     def test_a_graph_that_cannot_be_described_compiles_all_the_same(self):
         artifact = SimpleNamespace()
