@@ -36,6 +36,7 @@ class OnCpuTestCase(TestCase):
     def setUp(self) -> None:
         super().setUp()
         torch._C._set_cached_tensors_enabled(True)
+        self.enterContext(mock.patch("torch.cuda.is_current_stream_capturing", lambda: False))
 
 
 class _Graph:
@@ -76,10 +77,7 @@ class Function:
         """The outputs; only a replay may make them, in C++ if ``fast``."""
         cudagraph_trees.MarkStepBox.mark_step_counter -= 1
         self.value = value
-        with (
-            mock.patch("torch.cuda.is_current_stream_capturing", return_value=False),
-            mock.patch.object(self.manager, "_run_beside", side_effect=AssertionError("no replay")),
-        ):
+        with mock.patch.object(self.manager, "_run_beside", side_effect=AssertionError("no replay")):
             assert self._entry is not None
             outputs = self._entry([]) if fast else None
             assert fast == (outputs is not None)
@@ -88,8 +86,7 @@ class Function:
 
     def end(self) -> None:
         """Moves the outputs that are alive, as when the last function is gone."""
-        with mock.patch("torch.cuda.is_current_stream_capturing", return_value=False):
-            self.manager.move_last_outputs()
+        self.manager.move_last_outputs()
 
     def _fill(self) -> None:
         self.pool.fill_(self.value)

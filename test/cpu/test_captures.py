@@ -125,7 +125,6 @@ class TestOutputs(OnCpuTestCase):
         with (
             mock.patch.object(pools, "OWNED", WeakValueDictionary(ours=function.manager)),
             mock.patch.object(entry_points, "LEAVES_BROKEN_CAPTURES", False),
-            mock.patch("torch.cuda.is_current_stream_capturing", return_value=False),
         ):
             self.begin(None, **kwargs)
 
@@ -150,8 +149,7 @@ class TestOutputs(OnCpuTestCase):
         function.recording.native.stream = 77
         model = function.manager.ids_to_funcs[function.id].model
         model.why_ungraphed, model.model = Reason.FAILED(error="of the test"), lambda inputs: inputs
-        with mock.patch("torch.cuda.is_current_stream_capturing", return_value=False):
-            function.manager.run([torch.ones(1)], function.id)
+        function.manager.run([torch.ones(1)], function.id)
         self.assertEqual(function.recording.native.stream, 77)
 
     def test_an_output_is_shared_once_there_is_memory(self):

@@ -239,7 +239,6 @@ class TestUngraphed(OnCpuTestCase):
 
     def calls(self, manager):
         self.enterContext(mock.patch.object(cudagraph_trees, "get_manager", lambda *_, **__: manager))
-        self.enterContext(mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: False))
         return (choice.as_upstream_has_it(lambda inputs: ["un-graphed"], mode, 0) for mode in ("forward", "backward"))
 
     def test_a_forward_begins_a_step_unless_another_call_has_the_turn_and_a_backward_does_not(self):

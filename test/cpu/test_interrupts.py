@@ -384,14 +384,13 @@ class TestCollections(OnCpuTestCase):
     def test_what_is_forgotten_during_a_call_is_given_back_later(self):
         function, inputs = Function(), []
         manager, model = function.manager, function.recording.wrapped_function.model
-        with mock.patch("torch.cuda.is_current_stream_capturing", lambda: False):
-            manager.take_turn(inputs)
-            manager.forget(model)
-            self.assertFalse(manager.give_pool_back())
-            self.assertEqual(manager.roots, {function.id: [function.recording]})
-            manager.end_turn(inputs)
-            with mock.patch.object(manager.reclaiming, "_leave_pool"):
-                manager.give_pool_back()
+        manager.take_turn(inputs)
+        manager.forget(model)
+        self.assertFalse(manager.give_pool_back())
+        self.assertEqual(manager.roots, {function.id: [function.recording]})
+        manager.end_turn(inputs)
+        with mock.patch.object(manager.reclaiming, "_leave_pool"):
+            manager.give_pool_back()
         self.assertFalse(manager.roots.get(function.id))
 
     def test_a_finalizer_removes_outputs_while_they_are_detached(self):

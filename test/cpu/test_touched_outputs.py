@@ -47,9 +47,8 @@ def under_autograd(function):
 
 def begin_step_ungraphed(function):
     """Runs a forward un-graphed, which ends the path; another function may then write to the memory."""
-    with mock.patch("torch.cuda.is_current_stream_capturing", return_value=False):
-        function.manager.current_gen = 0
-        function.manager.note_ungraphed([], is_forward=True)
+    function.manager.current_gen = 0
+    function.manager.note_ungraphed([], is_forward=True)
 
 
 class TouchedTestCase(OnCpuTestCase):
@@ -286,10 +285,8 @@ class TestKept(TouchedTestCase):
         kept_outputs.note_launch_of(node, 0)
         output.data = all_of(77)
         invalidated = []
-        with (
-            mock.patch("torch.cuda.is_current_stream_capturing", return_value=False),
-            mock.patch.object(torch._C, "_set_storage_access_error_msg", lambda *_: invalidated.append(1), create=True),
-        ):
+        note = lambda *_: invalidated.append(1)  # noqa: E731
+        with mock.patch.object(torch._C, "_set_storage_access_error_msg", note, create=True):
             end = manager.try_end_curr_recording if state == ExecutionState.RECORDING else manager.try_end_curr_warmup
             end(function.id)
         self.assertEqual((invalidated, output), ([], all_of(77)))
@@ -344,14 +341,13 @@ class TestInterrupts(TouchedTestCase):
             return trace
 
         before = sys.gettrace()
-        with mock.patch("torch.cuda.is_current_stream_capturing", return_value=False):
-            try:
-                sys.settrace(trace)
-                manager.try_end_curr_execution()
-            except KeyboardInterrupt as error:
-                kept.append(error)
-            finally:
-                sys.settrace(before)
+        try:
+            sys.settrace(trace)
+            manager.try_end_curr_execution()
+        except KeyboardInterrupt as error:
+            kept.append(error)
+        finally:
+            sys.settrace(before)
         self.assertEqual(len(kept), 2)
         manager.running_forwards_with_pending_backwards = False
         if not is_kept:
