@@ -52,16 +52,13 @@ class TestCalls(TestCase):
         if selective != "auto":  # a trial may take any way
             self.assertEqual(call([torch.ones(2)]), ["graphed"])
 
+    def adding(self, seen):
+        """Code that adds to its input, and notes how the input is aligned."""
+        return lambda inputs: (seen.append(inputs[0].data_ptr() % 16), inputs[0].add_(1), [])[2]
+
     def test_writes_to_a_misaligned_input_are_kept(self):
-        seen = []
-
-        def model(inputs):
-            seen.append(inputs[0].data_ptr() % 16)
-            inputs[0].add_(1)
-            return []
-
-        _, run, call = self.entered(model, mutated=(0,))
-        memory = torch.zeros(9)
+        memory, seen = torch.zeros(9), []
+        _, run, call = self.entered(self.adding(seen), mutated=(0,))
         with (
             mock.patch("torch._inductor.compile_fx.get_input_idxs_to_check", lambda *_: [0]),
             mock.patch.object(trees_function, "is_captured", lambda: True),
@@ -82,12 +79,7 @@ class TestCalls(TestCase):
         self.assertEqual([*entry_points._assumed(graph)], [{2}])
 
         memory, seen = torch.zeros(9), []
-
-        def run(inputs):
-            seen.append(inputs[0].data_ptr() % 16)
-            inputs[0].add_(1)
-            return []
-
+        run = self.adding(seen)
         token = trees_function.ASSUMED.set(iter([{0}]))
         self.addCleanup(trees_function.ASSUMED.reset, token)
         functions = [FunctionModel.of(run, is_backward=False, is_inference=True) for _ in range(2)]
