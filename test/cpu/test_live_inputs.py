@@ -183,9 +183,9 @@ class LiveInputsTestCase(TestCase):
         live.set_up(graph)
         return live, graph
 
-    def replayable(self, nodes: Nodes, *inputs: Any, **more: Any) -> tuple[LiveInputs, Graph]:
-        """A recording that was launched once."""
-        live, graph = self.record(nodes, *inputs, **more)
+    def replayable(self, *given: Any, **more: Any) -> tuple[LiveInputs, Graph]:
+        """A recording, as :meth:`record` makes it, that was launched once."""
+        live, graph = self.record(*given, **more)
         live.finish()
         return live, graph
 

@@ -74,12 +74,6 @@ class ValuesTestCase(StagingTestCase):
         live.set_up(graph, found.reads, found.copied)
         return live, graph
 
-    def recorded(self, *inputs, **more):
-        """A recording that was launched once."""
-        live, graph = self.record(*inputs, **more)
-        live.finish()
-        return live, graph
-
     def launched(self, graph):
         """The bytes that each kernel writes in a launch."""
         found = []
@@ -135,7 +129,7 @@ class TestInPython(ValuesTestCase):
     def test_one_node_is_set_for_each_call(self):
         """The kernel is loaded once for all recordings."""
         for _ in range(3):
-            live, _ = self.recorded(*numbers(0))
+            live, _ = self.replayable(*numbers(0))
         self.assertEqual(self.api.calls.count("cuModuleLoadData"), 1)
         for call in range(1, 4):
             self.api.calls.clear()
@@ -164,7 +158,7 @@ class TestInPython(ValuesTestCase):
     def test_a_pinned_value_is_waited_for_unless_the_program_reads_it_at_once(self):
         """The driver reads it at the call, and the GPU may still have to write to it."""
         for read, waits in ((HostRead.AT_ONCE, False), (HostRead.IN_ORDER, True), (HostRead.LATER, True)):
-            live, graph = self.recorded(observation(), read=read)
+            live, graph = self.replayable(observation(), read=read)
             value = observation(3)
             self.waited.side_effect = lambda: value.add_(1)  # noqa: B023
             with mock.patch.object(torch.Tensor, "is_pinned", lambda tensor: True):
@@ -177,7 +171,7 @@ class TestInPython(ValuesTestCase):
         self.on_gpu = [x]
         low = self.record(x, torch.tensor(0))[0].items[0].recorded
         numbers_ = [low + (2 << 20) * i for i in range(64)]
-        live, graph = self.recorded(x, torch.tensor(numbers_), nodes=self.one_kernel_of_the_first)
+        live, graph = self.replayable(x, torch.tensor(numbers_), nodes=self.one_kernel_of_the_first)
         self.assertEqual([d.route for d in live.decisions.values()], [Route.PATCH, Route.STAGE])
         other = at(0)
         self.begin(live, other, torch.tensor(numbers_) + 1)
@@ -194,7 +188,7 @@ class TestInPython(ValuesTestCase):
             for value in (first, second, first, first[8:24]):
                 stage(value)
 
-        live, graph = self.recorded(torch.zeros(64), torch.tensor(0.0), stages=stages)
+        live, graph = self.replayable(torch.zeros(64), torch.tensor(0.0), stages=stages)
         wanted = [torch.arange(64.0), torch.tensor(7.0)]
         self.begin(live, *wanted)
         together, again, part = self.launched(graph)
@@ -213,7 +207,7 @@ class TestInPython(ValuesTestCase):
             self.assertRaises(NotStaged, self.record, torch.tensor(1.0), torch.tensor(2.0), **more)
 
     def test_a_refused_node_refuses_all_that_it_holds(self):
-        live, _ = self.recorded(*numbers(0))
+        live, _ = self.replayable(*numbers(0))
         for _ in range(2):  # C++ asks first
             self.api.fail(KERNEL, 0, CUresult.CUDA_ERROR_INVALID_VALUE)
         self.assertRegex(live.addresses.prepare(numbers(1)), "refused an address")
@@ -235,7 +229,7 @@ class TestInCpp(TestInPython):
         """A recording of an input on the GPU and these values, which was called with the former at each place."""
         self.restart()
         self.on_gpu = [at(0) for _ in range(count)]
-        live, graph = self.recorded(self.on_gpu[0], *values, nodes=self.one_kernel_of_the_first)
+        live, graph = self.replayable(self.on_gpu[0], *values, nodes=self.one_kernel_of_the_first)
         for place in self.on_gpu * 2:
             self.call(live, graph, place, *values)
         return live, graph, self.on_gpu
@@ -263,7 +257,7 @@ class TestInCpp(TestInPython):
 
     def test_an_input_that_is_also_returned(self):
         """No input is on the GPU."""
-        live, graph = self.recorded(torch.tensor(0))
+        live, graph = self.replayable(torch.tensor(0))
         live.outputs[0] = 0, None
         entry = self.entry(live, others=[None])
         with self.without_python():
@@ -276,7 +270,7 @@ class TestInCpp(TestInPython):
 
     def test_python_writes_what_is_laid_out_differently(self):
         """Then C++ launches, and the next plain value is written in C++ again."""
-        live, graph = self.recorded(observation(0, (4, 4)))
+        live, graph = self.replayable(observation(0, (4, 4)))
         entry = self.entry(live)
         wide, plain = observation(1, (4, 8)), observation(5, (4, 4))
         for value in (
@@ -305,13 +299,13 @@ class TestInCpp(TestInPython):
 
     def test_python_replays_if_cpp_cannot_set_nodes(self):
         self.driver = Driver(self.api)
-        live, graph = self.recorded(torch.tensor(0))
+        live, graph = self.replayable(torch.tensor(0))
         self.assertIsNone(live.addresses.native)
         self.assertIsNotNone(self.entry(live)([torch.tensor(3)]))
         self.assertEqual(words(self.launched(graph)[0]), [3])
 
     def test_the_memory_of_values_lives_as_long_as_it_is_written_to(self):
-        live, graph = self.recorded(observation())
+        live, graph = self.replayable(observation())
         sets, before = live.addresses.sets, live.addresses.sets.value
         entry = FakeTrees({}, [torch.zeros(1)], live=live).entry()
         del live
