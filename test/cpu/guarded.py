@@ -128,6 +128,12 @@ class DirectTest(unittest.TestCase):
                 return
         self.fail(f"it is never called without guards: {direct_calls.counts()[1]}")
 
+    def settled(self, fn, *args, **how):
+        """A compiled function whose calls with these arguments leave Dynamo out."""
+        made = self.compiled(fn, **how)
+        self.settle(made, *args)
+        return made
+
     def assert_as_eager(self, made, eager, *args, **kwargs):
         found, expected = made(*args, **kwargs), eager(*args, **kwargs)
         torch.testing.assert_close(found, expected)

@@ -49,8 +49,7 @@ class TestChanges(DirectTest):
             with self.subTest(text):
                 torch._dynamo.reset()
                 model, x = Net().eval(), rows()
-                made = self.compiled(model)
-                self.settle(made, x)
+                made = self.settled(model, x)
                 generation = tracker.generation
                 undo = change(text, model)
                 self.addCleanup(undo)
@@ -68,8 +67,7 @@ class TestChanges(DirectTest):
             with self.subTest(name, of=type(model)):
                 torch._dynamo.reset()
                 x = rows()
-                made = self.compiled(model)
-                self.settle(made, x)
+                made = self.settled(model, x)
                 with state():
                     found, was_taken, _ = self.calls(made, x)
                     expected = model(x)
@@ -88,8 +86,7 @@ class TestChanges(DirectTest):
             self.assertTrue(self.calls(made, x)[1], switch)
 
     def test_a_trace_by_fx_is_seen(self):
-        made, x = self.compiled(lambda x: x.sin()), rows()
-        self.settle(made, x)
+        made = self.settled(lambda x: x.sin(), x := rows())
         with self.assertRaisesRegex(RuntimeError, "FX to symbolically trace"):
             torch.fx.symbolic_trace(lambda: self.calls(made, x))
         self.settle(made, x)
@@ -105,8 +102,7 @@ class TestChanges(DirectTest):
         model.part.config = model.holder.config = model.config
         single = guard_facts.single
         with mock.patch.object(direct_calls, "single", lambda *given: noted.append(single(*given)) or noted[-1]):
-            made = self.compiled(model)
-            self.settle(made, x)
+            made = self.settled(model, x)
             self.assertEqual({name for _, name in noted[-1]}, {None, "__class__", "more"})
             with torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, lambda saved: saved):
                 self.assertFalse(self.calls(made, x)[1])
@@ -120,9 +116,7 @@ class TestChanges(DirectTest):
     @torch._dynamo.config.patch(recompile_limit=64)
     def test_a_change_of_arguments_is_seen(self):
         model = Net().eval()
-        made = self.compiled(model, dynamic=False)
-        x = rows()
-        self.settle(made, x)
+        made = self.settled(model, x := rows(), dynamic=False)
         marked, odd = rows(), rows()
         torch._dynamo.mark_dynamic(marked, 0)
         odd.attribute = 1
@@ -157,8 +151,7 @@ class TestChanges(DirectTest):
 
         model, x = Net().eval(), rows()
         with mock.patch.object(direct_calls, "facts_of", facts_of):
-            made = self.compiled(model)
-            self.settle(made, x)
+            made = self.settled(model, x)
         model.items[0] = 9
         self.assertRaisesRegex(direct_calls.GuardsDiffer, "forward was about to skip", made, x)
 
@@ -183,8 +176,7 @@ class TestChanges(DirectTest):
 
         x = rows().requires_grad_()
         with mock.patch.object(utils, "top_saved_tensors_hooks", hooks):
-            made = self.compiled(Net().eval())
-            self.settle(made, x)
+            made = self.settled(Net().eval(), x)
             self.assertTrue(self.calls(made, x)[1])
         self.assertEqual(seen, {"_memo": {False}, "_verify": {False}})
 
@@ -405,8 +397,7 @@ class TestFunctions(DirectTest):
         def function(x, factor=2.0, *, offset=1.0):
             return model(x) * factor + offset
 
-        made = self.compiled(function)
-        self.settle(made, *[rows()])
+        made = self.settled(function, rows())
         for do in (
             lambda: setattr(function, "__defaults__", (3.0,)),
             lambda: function.__kwdefaults__.update(offset=2.0),
@@ -431,8 +422,7 @@ class TestFunctions(DirectTest):
         for by in range(3, 11):
             torch._dynamo.reset()
             scale, spare, x = scaled(2.0), [CellType()], rows()
-            made = self.compiled(lambda x: scale(x))  # noqa: B023
-            self.settle(made, x)
+            made = self.settled(lambda x: scale(x), x)  # noqa: B023
             scale = None
             spare.clear()
             scale = scaled(float(by))
@@ -464,9 +454,8 @@ class TestFunctions(DirectTest):
             self.assertTrue(all(self.calls(made, rows(size, 4))[1] for size in (3, 5, 7, 3)))
 
     def test_a_reset_and_an_entry_without_its_object_are_seen(self):
-        model, x = Net().eval(), rows()
-        made = self.compiled(model)
-        self.settle(made, x)
+        x = rows()
+        made = self.settled(Net().eval(), x)
         torch._dynamo.reset()
         _, was_taken, whys = self.calls(made, x)
         self.assertEqual((was_taken, whys, self.counter.frame_count), (False, {Reason.DIRECT_CHANGED}, 2))
@@ -495,8 +484,7 @@ class TestFunctions(DirectTest):
 
         x = rows()
         for function, of in ((lambda x: x * getattr(x, "quant", 3.0), torch.Tensor), (Scaled(4, 4), nn.Parameter)):
-            made = self.compiled(function, "direct")
-            self.settle(made, x)
+            made = self.settled(function, x, entry="direct")
             with mock.patch.object(of, "quant", 5.0, create=True):
                 self.assert_as_eager(made, function, x)
 
@@ -577,8 +565,7 @@ class TestFunctions(DirectTest):
             return lambda *args: fails.pop() / 0 if fails else graph(*args)
 
         fails = []
-        made = self.compiled(Net().eval(), backend=backend)
-        self.settle(made, rows())
+        made = self.settled(Net().eval(), rows(), backend=backend)
         fails.append(1)
         before = direct_calls.counts()[0]
         self.assertRaises(ZeroDivisionError, made, rows())
@@ -587,8 +574,7 @@ class TestFunctions(DirectTest):
 
     def test_transforms_nested_calls_and_recursion_are_seen(self):
         model, x = Net().eval(), rows()
-        inner = self.compiled(model)
-        self.settle(inner, x)
+        inner = self.settled(model, x)
         batch = rows(2, 3, 4)
         torch.testing.assert_close(torch.vmap(inner)(batch), torch.vmap(model)(batch))
         outer = torch.compile(lambda x: inner(x) + 1, backend=self.counter)
@@ -621,8 +607,7 @@ class TestCompiledModules(DirectTest):
             with self.subTest(text):
                 torch._dynamo.reset()
                 model = Net().eval()
-                made, plain = self.compiled(model), torch.compile(model, backend="eager")
-                self.settle(made, x)
+                made, plain = self.settled(model, x), torch.compile(model, backend="eager")
                 self.assertTrue(self.calls(made, x)[1])
                 names = {"nn": nn, "torch": torch, "doubled": doubled, "OptimizedModule": eval_frame.OptimizedModule}
                 original = nn.Module._call_impl
@@ -730,8 +715,7 @@ class TestLife(DirectTest):
 
     def test_a_module_that_is_gone_is_freed(self):
         model, x = Net().eval(), rows()
-        model.made = self.compiled(model.part)
-        self.settle(model.made, x)
+        model.made = self.settled(model.part, x)
         gone = [weakref.ref(one) for one in (x, model.part.linear, model.part.linear.weight, model)]
         del x
         model.part.linear = nn.Linear(4, 4)
