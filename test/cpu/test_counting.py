@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from commands import WithFolder, forked, python
+from test_fake_gpu import on_gpu
 from torch._inductor import config
 from torch.testing._internal.common_utils import run_tests
 
@@ -52,14 +53,11 @@ class TestLowered(WithFolder):
             (graph,) = lower(program, inputs)
         return {value.value: value.how for value in graph.gm.meta[PLACED]}, graph
 
-    def gpu(self, *size, dtype=torch.float32):
-        return torch.empty(size, dtype=dtype, device="meta")
-
     @unittest.skipUnless(importlib.util.find_spec("triton"), "needs Triton's interpreter")
     def test_kernels_have_the_values_of_the_cpu(self):
         kernels = []
         for name, value in COUNTED.items():
-            hows, graph = self.placed(lambda x: x + value("cuda").to("cuda"), self.gpu(SIZE, dtype=torch.float64))  # noqa: B023
+            hows, graph = self.placed(lambda x: x + value("cuda").to("cuda"), on_gpu(SIZE, dtype=torch.float64))  # noqa: B023
             self.assertLessEqual(set(hows.values()), {MADE, "taken where it came from"}, name)
             (kernel,) = re.findall(r"(?s)async_compile\.triton\('\w+', \'\'\'(.*?)\'\'\'", graph.source_code)
             kernels.append((kernel, torch.zeros(SIZE, dtype=torch.float64)))
@@ -89,7 +87,7 @@ class TestLowered(WithFolder):
             ({"sin": "copied"}, lambda: torch.arange(SIZE).sin()),
             ({"polar": ONCE}, lambda: torch.polar(torch.arange(4.0), torch.ones(4)).to("cuda", torch.complex128)),
         ):
-            x = self.gpu(dtype=torch.float64)  # of one element, so that it has any size
+            x = on_gpu(dtype=torch.float64)  # of one element, so that it has any size
             found, graph = self.placed(lambda x, *v: x + value(*v).to("cuda"), x, *inputs)  # noqa: B023
             self.assertEqual(found, hows)
             self.assertEqual("cpp_fused" in graph.source_code, set(hows.values()) == {STAGED})
@@ -102,20 +100,20 @@ class TestLowered(WithFolder):
             (lambda n: torch.arange(n) + n * n, MADE),
         ):
             with torch._dynamo.config.patch(assume_static_by_default=False):
-                hows, _ = self.placed(lambda x: x + value(x.shape[0]).to("cuda"), self.gpu(300))  # noqa: B023
+                hows, _ = self.placed(lambda x: x + value(x.shape[0]).to("cuda"), on_gpu(300))  # noqa: B023
             self.assertEqual([*hows.values()][-1], how)
 
     def test_a_number_made_of_sizes_is_rounded_to_half_precision(self):
         """A kernel would keep it in single precision, 2049 for example, which half precision does not have."""
         value = lambda n: torch.full((3,), n, dtype=torch.float16)  # noqa: E731
         with torch._dynamo.config.patch(assume_static_by_default=False):
-            hows, graph = self.placed(lambda x: x[:3] + value(len(x)).to("cuda").float(), self.gpu(2049))
+            hows, graph = self.placed(lambda x: x[:3] + value(len(x)).to("cuda").float(), on_gpu(2049))
         self.assertEqual([*hows.values()], [MADE])
         self.assertIn(".to(tl.float16)", graph.source_code)
 
     def test_rows_that_a_pass_made_views_of_one(self):
         """Inductor replaces a running sum of equal numbers by multiples, expanded; the copy has the rows themselves."""
-        hows, _ = self.placed(lambda x: x + torch.full((2, 16), 0.1).cumsum(-1).to("cuda"), self.gpu(2, 16))
+        hows, _ = self.placed(lambda x: x + torch.full((2, 16), 0.1).cumsum(-1).to("cuda"), on_gpu(2, 16))
         self.assertLessEqual(set(hows.values()), {MADE, ONCE})
 
     def test_a_stored_mask_is_vectorized_on_the_cpu(self):
@@ -129,23 +127,23 @@ class TestLowered(WithFolder):
 
     def test_a_number_that_was_computed_once_is_loaded_if_it_exceeds_single_precision(self):
         value = lambda: torch.arange(3, dtype=torch.float64).sqrt().sum()  # noqa: E731
-        _, graph = self.placed(lambda x: x + value().to("cuda").float().double(), self.gpu(40, dtype=torch.float64))
+        _, graph = self.placed(lambda x: x + value().to("cuda").float().double(), on_gpu(40, dtype=torch.float64))
         self.assertNotIn("2.414", graph.source_code)
 
     def test_an_integer_that_was_computed_once_is_no_part_of_what_is_counted(self):
         """A kernel would compute the expression with 32 bits."""
         value = lambda: torch.arange(SIZE) * (torch.arange(64).sum() + 1_000_003)  # noqa: E731
-        hows, graph = self.placed(lambda x: x + value().to("cuda"), self.gpu(SIZE, dtype=torch.int64))
+        hows, graph = self.placed(lambda x: x + value().to("cuda"), on_gpu(SIZE, dtype=torch.int64))
         self.assertEqual(hows["mul"], MADE)
         self.assertNotIn(str(1_000_003 + 63 * 32), graph.source_code)
 
     def test_bytes_that_are_read_as_another_type(self):
         """A kernel converts what it counts to the type before, or loads it if the sizes differ."""
-        floats = self.gpu(8, dtype=torch.float64)
+        floats = on_gpu(8, dtype=torch.float64)
         _, graph = self.placed(lambda x: x + torch.arange(8).view(torch.float64).to("cuda"), floats)
         source = graph.source_code
         self.assertLess(source.index(".to(tl.int64)"), source.index(".to(tl.float64, bitcast=True)"))
-        wide = self.gpu(8, dtype=torch.int64)
+        wide = on_gpu(8, dtype=torch.int64)
         _, graph = self.placed(lambda x: x + torch.arange(16, dtype=torch.int32).view(torch.int64).to("cuda"), wide)
         self.assertEqual(graph.source_code.count("def triton_"), 2)
 
@@ -155,19 +153,19 @@ class TestLowered(WithFolder):
             (lambda x, t: x + t.gather(0, torch.tensor(indices)).to("cuda"), torch.rand(5), (5,)),
             (lambda x, t: x + F.embedding(torch.tensor(indices), t).to("cuda"), torch.rand(9, 4), (5, 4)),
         ):
-            hows, graph = self.placed(program, self.gpu(*size), table)
+            hows, graph = self.placed(program, on_gpu(*size), table)
             self.assertNotIn("made on the GPU", [how for name, how in hows.items() if name in ("gather", "embedding")])
             self.assertNotIn("device_assert", graph.source_code)
 
     def test_a_complex_number_keeps_its_shape(self):
-        _, graph = self.placed(lambda x: x + torch.polar(torch.tensor(1.0), torch.tensor(-0.0)), self.gpu())
+        _, graph = self.placed(lambda x: x + torch.polar(torch.tensor(1.0), torch.tensor(-0.0)), on_gpu())
         (added,) = graph.gm.graph.find_nodes(op="call_function", target=torch.ops.aten.add.Tensor)
         self.assertEqual(added.meta["val"].shape, ())
 
     def test_transposed_complex_numbers_are_returned(self):
         """Their constant would be pairs of numbers, which a kernel arranges, and no kernel arranges complex numbers."""
         value = lambda: torch.polar(torch.arange(8.0), torch.ones(8)).view(2, 4).t()  # noqa: E731
-        hows, _ = self.placed(lambda x: (x + 1, value().to("cuda")), self.gpu(4))
+        hows, _ = self.placed(lambda x: (x + 1, value().to("cuda")), on_gpu(4))
         self.assertEqual([*hows.values()][-1], STAGED)
 
 
