@@ -16,6 +16,7 @@ from unittest import mock
 import torch
 from commands import WithFolder, forked, python
 from recordings_on_cpu import SIZE, Function, OnCpuTestCase
+from test_caches import product
 from torch._dynamo.utils import counters
 from torch._higher_order_ops.invoke_subgraph import get_invoke_subgraph_compile_options
 from torch._inductor import config, cudagraph_trees, cudagraph_utils, output_code
@@ -132,11 +133,6 @@ class TestHooksOnReplays(OnCpuTestCase):
             self.assertRaisesRegex(AssertionError, "called un-graphed"),
         ):
             self.function.call(3.0, fast=False)
-
-
-def product(x: Any, w: Any) -> Any:
-    """Needs no kernel, which would take seconds to compile."""
-    return x @ w @ w
 
 
 class _CompilingTestCase(TestCase):
