@@ -18,13 +18,10 @@ from pygraph_trees.report.naming import BACKWARD, FORWARD
 CPU, SIZE = torch.device("cpu"), 6  # elements of a block
 
 
-def storage(number, *views, allocation=0, size=(SIZE,), dtype=torch.float32):
+def storage(number, *views, allocation=0):
     """A storage that generated code allocates; outputs are these views of it, or one output is all of it."""
-    views = views or ((size, torch.empty(size, device="meta").stride(), 0),)
-    nbytes = torch.empty(size, dtype=dtype, device="meta").untyped_storage().nbytes()
-    stride = torch.empty(size, device="meta").stride()
-    found = tuple(View(number + n, size, stride, offset, dtype) for n, (size, stride, offset) in enumerate(views))
-    return Storage(found, allocation, nbytes, size, stride, dtype)
+    found = tuple(View(number + n, *view, torch.float32) for n, view in enumerate(views or (((SIZE,), (1,), 0),)))
+    return Storage(found, allocation, 4 * SIZE, (SIZE,), (1,), torch.float32)
 
 
 def own_memory(*storages, takes=1, is_backward=False, holds=True):
@@ -314,8 +311,8 @@ class TestGradients(TestCase):
         views = {n: (1 + n, ((2, 3), (3, 1), 0, torch.float32)) for n in range(3)}
         self.program = Program(*found, mode=MODE.BACKWARD, views=views)
 
-    def backward(self, value, **options):
-        CompiledFunction.apply(lambda _: self.program(value), len, *self.parameters).backward(**options)
+    def backward(self, value):
+        CompiledFunction.apply(lambda _: self.program(value), len, *self.parameters).backward()
 
     def drop(self):
         for parameter in self.parameters:
