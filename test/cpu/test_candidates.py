@@ -1,7 +1,6 @@
 """The recording that is replayed if a function has several, and the filter in C++ that rules others out."""
 
 import contextlib
-import dataclasses
 import functools
 import gc
 import itertools
@@ -15,12 +14,12 @@ import torch
 from fake_trees import SKIPPED, Graph, Plain, bare_manager, bare_recording, fail, some
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_trees import inference
 from torch._inductor import cudagraph_trees
 from torch.testing._internal.common_utils import TestCase, run_tests
 
 from pygraph_trees.native import binding
 from pygraph_trees.trees.functions import fast_path
-from pygraph_trees.trees.functions.function import FunctionModel
 from pygraph_trees.trees.managers import candidates as candidates_module
 from pygraph_trees.trees.managers.calls import Upstream
 from pygraph_trees.trees.managers.candidates import candidate_filter
@@ -64,8 +63,7 @@ class TestCandidates(TestCase):
 
     def function(self):
         """A function's number, and its entry."""
-        model = FunctionModel.of(lambda inputs: inputs, is_backward=False, is_inference=True)
-        model.settings = dataclasses.replace(model.settings, indirection="auto")
+        model = inference(indirection="auto")
         model.dispatch.add()
         number = len(self.wrapped)
         self.wrapped[number] = SimpleNamespace(id=number, model=model, mutated_input_idxs=())

@@ -7,7 +7,6 @@ code makes in the mode of the call: an inference tensor cannot be changed in pla
 """
 
 import contextlib
-import dataclasses
 import itertools
 import threading
 from collections import Counter
@@ -25,7 +24,7 @@ from torch.testing._internal.common_utils import TestCase, instantiate_parametri
 
 from pygraph_trees.reasons import Reason
 from pygraph_trees.trees.functions import function as trees_function
-from pygraph_trees.trees.functions.function import Aligned, FunctionModel, aligning, entered, staying
+from pygraph_trees.trees.functions.function import Aligned, aligning, entered, staying
 from pygraph_trees.trees.hooks import choice, entry_points
 from pygraph_trees.trees.managers import calls
 from pygraph_trees.trees.pools import capture_lock, pools, program_pools
@@ -34,8 +33,7 @@ from pygraph_trees.trees.pools import capture_lock, pools, program_pools
 @instantiate_parametrized_tests
 class TestCalls(TestCase):
     def entered(self, model, mutated=(), selective="always"):
-        function = FunctionModel.of(model, is_backward=False, is_inference=True)
-        function.settings = dataclasses.replace(function.settings, indirection="auto", selective=selective)
+        function = inference(model, indirection="auto", selective=selective)
         run = mock.Mock(side_effect=lambda inputs: ["graphed"])
         with mock.patch.object(choice, "CudaDevice", lambda device: SimpleNamespace()):
             return function, run, entered(function, run, Aligned(function, (), mutated), choice.chooser(0))
@@ -82,7 +80,7 @@ class TestCalls(TestCase):
         run = self.adding(seen)
         token = trees_function.ASSUMED.set(iter([{0}]))
         self.addCleanup(trees_function.ASSUMED.reset, token)
-        functions = [FunctionModel.of(run, is_backward=False, is_inference=True) for _ in range(2)]
+        functions = [inference(run) for _ in range(2)]
         self.assertEqual([function.assumed for function in functions], [{0}, None])
         with mock.patch("torch._inductor.compile_fx.get_input_idxs_to_check", lambda *_: []):
             for function in functions:

@@ -15,17 +15,14 @@ from unittest import mock
 
 import torch
 from fake_trees import bare_manager, bare_recording
-from test_trees import double
+from test_trees import double, inference
 from torch._inductor.cudagraph_trees import FunctionID
 from torch.testing._internal.common_utils import TestCase, run_tests
 
 from pygraph_trees.errors import DriverError
 from pygraph_trees.reasons import Reason
-from pygraph_trees.report.log import FunctionLog
-from pygraph_trees.settings import Settings
 from pygraph_trees.trees.functions import containment
 from pygraph_trees.trees.functions.containment import MOST_FAILURES, HeldForTooLong, Progress, progress_of
-from pygraph_trees.trees.functions.function import FunctionModel
 from pygraph_trees.trees.managers import calls, candidates
 from pygraph_trees.trees.managers.manager import Manager
 from pygraph_trees.trees.pools.capture_lock import DeviceBusy
@@ -47,7 +44,7 @@ def fails(error: BaseException) -> None:
 class TestContained(TestCase):
     def setUp(self) -> None:
         super().setUp()
-        self.model = FunctionModel(double, Settings.current(), FunctionLog("f", "0/0", "inference", 1, {}))
+        self.model = inference(double)
         self.manager = bare_manager(ids_to_funcs={ID: SimpleNamespace(model=self.model)}, warmed_up_functions={ID})
         self.manager.reclaiming = mock.Mock(forgotten=[], is_alike=False)
         self.enterContext(mock.patch.object(Manager, "pool", SimpleNamespace(holds=lambda address: False)))

@@ -11,6 +11,7 @@ from unittest import mock
 import torch
 from fake_driver import CUresult, FakeApi
 from fake_trees import bare_manager, bare_recording
+from test_trees import inference
 from torch._inductor import cudagraph_trees
 from torch.testing._internal.common_utils import TestCase, run_tests
 
@@ -20,9 +21,6 @@ from pygraph_trees.cuda.copy_nodes import MemcpyNode
 from pygraph_trees.cuda.driver import Driver, IndirectionOff, usable_driver
 from pygraph_trees.cuda.graph_nodes import KernelNode, NodeKind
 from pygraph_trees.errors import NOT_FOUND, DriverError
-from pygraph_trees.report.log import FunctionLog
-from pygraph_trees.settings import Settings
-from pygraph_trees.trees.functions.function import FunctionModel
 from pygraph_trees.trees.managers.manager import Manager
 from pygraph_trees.trees.pools import pools
 from pygraph_trees.trees.recordings import recording
@@ -229,7 +227,7 @@ class TestUsableDriver(TestCase):
 
     def test_without_a_driver_inputs_are_copied_and_writes_are_not_graphed(self):
         """Upstream does the same; here the inputs give the reason."""
-        model = FunctionModel(lambda inputs: inputs, Settings.current(), FunctionLog("f", "0/0", "inference", 1, {}))
+        model = inference()
         made = bare_recording(wrapped_function=SimpleNamespace(model=model))
         wrapped = SimpleNamespace(model=model, mutated_input_idxs=[1], static_input_idxs=[], constants=())
         manager = bare_manager(ids_to_funcs={0: wrapped})
