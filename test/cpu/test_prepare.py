@@ -8,6 +8,7 @@ from unittest import mock
 
 import torch
 from fake_trees import replay_with, replaying
+from test_trees import inference
 from test_trial import HEAVY, TrialTestCase
 from torch.testing._internal.common_utils import TestCase, run_tests
 
@@ -16,8 +17,7 @@ from pygraph_trees.reasons import Reason
 from pygraph_trees.report.log import FunctionLog, RecordingLog, journal
 from pygraph_trees.report.summary import clear
 from pygraph_trees.serving import prepare as preparing
-from pygraph_trees.settings import Settings
-from pygraph_trees.trees.functions.function import Aligned, FunctionModel, entered
+from pygraph_trees.trees.functions.function import Aligned, entered
 from pygraph_trees.trees.hooks import choice
 from pygraph_trees.trees.managers import storms
 from pygraph_trees.trees.pools import program_pools
@@ -172,8 +172,7 @@ class TestSizes(TestCase):
     def setUp(self):
         super().setUp()
         self.enterContext(mock.patch("torch._inductor.compile_fx.get_input_idxs_to_check", lambda *_: []))
-        log = FunctionLog("Net", "5/0", "inference", 1, {})
-        self.model = FunctionModel(lambda inputs: ["un-graphed"], Settings("off", "auto", "auto"), log)
+        self.model = inference(lambda inputs: ["un-graphed"], placement="off", indirection="auto", selective="auto")
         aligned = Aligned(self.model, (), ())
         limited = choice.only_sizes_that_come_again(self.model, lambda inputs: ["graphed"], [3], aligned, 0)
         self.call = entered(self.model, limited, aligned)

@@ -8,6 +8,7 @@ from unittest import mock
 
 import torch
 from fake_trees import bare_manager
+from test_trees import inference
 from test_trial import if_aligned
 from torch._inductor import config, cudagraph_trees
 from torch.testing._internal.common_utils import TestCase, run_tests
@@ -15,8 +16,7 @@ from torch.testing._internal.common_utils import TestCase, run_tests
 from pygraph_trees.reasons import Reason
 from pygraph_trees.report.log import Count, FunctionLog, RecordingLog
 from pygraph_trees.selection.decision import Execution
-from pygraph_trees.settings import Settings
-from pygraph_trees.trees.functions.function import Aligned, FunctionModel
+from pygraph_trees.trees.functions.function import Aligned
 from pygraph_trees.trees.hooks import choice
 from pygraph_trees.trees.managers import calls, storms
 from pygraph_trees.trees.managers.manager import Manager
@@ -191,8 +191,7 @@ class TestFunctions(TestCase):
     def setUp(self):
         super().setUp()
         self.enterContext(mock.patch("torch._inductor.compile_fx.get_input_idxs_to_check", lambda *_: []))
-        log = FunctionLog("Net", "5/0", "inference", 1, {})
-        self.model, self.graphed = FunctionModel(self.doubled, Settings("off", "auto", "auto"), log), []
+        self.model, self.graphed = inference(self.doubled, placement="off", indirection="auto", selective="auto"), []
         self.aligned = Aligned(self.model, (), ())
         self.limited = choice.only_sizes_that_come_again(self.model, self.run_graphed, [3, None], self.aligned, 0)
 
