@@ -9,14 +9,13 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from fake_trees import bare_manager, bare_recording
+from test_allocations import function
 from torch import nn
 from torch.testing._internal.common_utils import TestCase, run_tests
 from torch.testing._internal.two_tensor import TwoTensor
 
 from pygraph_trees.outputs.allocations import Allocations
-from pygraph_trees.report.log import FunctionLog
-from pygraph_trees.settings import Settings
-from pygraph_trees.trees.functions.function import Aligned, FunctionModel
+from pygraph_trees.trees.functions.function import Aligned
 from pygraph_trees.trees.functions.outputs import give_memory
 from pygraph_trees.trees.hooks import entry_points
 from pygraph_trees.trees.managers.input_rules import gathered_addresses
@@ -36,10 +35,6 @@ def has_memory(value: torch.Tensor) -> bool:
 
 
 class TestZeros(TestCase):
-    def model(self, run=lambda inputs: inputs, mode="backward"):
-        settings = Settings(placement="off", indirection="auto", selective="auto", outputs="keep")
-        return FunctionModel(run, settings, FunctionLog("f", "0/0", mode, 1, {}))
-
     def test_they_get_memory_and_keep_their_strides(self):
         """All do, or only those at the given indices."""
         other, number = torch.ones(2), 7
@@ -75,7 +70,7 @@ class TestZeros(TestCase):
         Static inputs come from the forward, which makes no zeros without memory, so they are not checked."""
         for is_backward, expected in ((True, [True, False]), (False, [True, True])):
             mode = "backward" if is_backward else "forward"
-            model = self.model(lambda inputs: [value._is_zerotensor() for value in inputs], mode)
+            model = function(lambda inputs: [value._is_zerotensor() for value in inputs], mode=mode)
             put = dict(device_index=0, is_backward=is_backward, is_inference=False)
             entry_points.cudagraphify_impl(lambda function, *_, **__: function)(model, [zeros(2)] * 2, [0], **put)
             wrapped = SimpleNamespace(model=model, mutated_input_idxs=(), static_input_idxs=[0])
@@ -94,7 +89,7 @@ class TestZeros(TestCase):
         real, pair = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]]), torch.tensor([1 + 2j, 3 - 4j])
         neg = torch._neg_view
         for value in (neg(real.mT), neg(real)[:, ::2], pair.conj(), neg(pair.conj())):
-            model = self.model(lambda inputs: list(inputs), "backward")
+            model = function(lambda inputs: list(inputs), mode="backward")
             model.note_tangents(2, [0])
             static, found = model([value, value])
             self.assertIs(static, value)
@@ -108,7 +103,7 @@ class TestZeros(TestCase):
         given = torch.ones(2)
         with self.assertRaisesRegex(RuntimeError, "invalid python storage"):
             Allocations().storages(scope["call"]([given]), lambda address: True)
-        outputs = self.model(scope["call"], "inference")([given])
+        outputs = function(scope["call"])([given])
         self.assertIs(outputs[0], given)
         self.assertTrue(has_memory(outputs[1]))
         self.assertEqual(outputs[1:], [torch.zeros(2, 3), None])
