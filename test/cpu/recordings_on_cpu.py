@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import collections
 import unittest
-from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
 import torch
-from fake_trees import LIMITS, bare_manager, bare_recording
+from fake_trees import LIMITS, Plain, bare_manager, bare_recording
 from torch._inductor import cudagraph_trees
 from torch._inductor.cudagraph_trees import CompilationMode, StorageWeakRefWrapper, UnaliasedStorage, WrappedFunction
 from torch.testing._internal.common_utils import TestCase
@@ -37,11 +36,6 @@ class OnCpuTestCase(TestCase):
         super().setUp()
         torch._C._set_cached_tensors_enabled(True)
         self.enterContext(mock.patch("torch.cuda.is_current_stream_capturing", lambda: False))
-
-
-class _Graph:
-    def __init__(self, run: Callable[[], None]) -> None:
-        self.replay = run
 
 
 def tensor_of(metadata: dict[str, Any], storage: torch.UntypedStorage) -> torch.Tensor:
@@ -110,7 +104,7 @@ class Function:
         made._has_moving, made._takes, made.has_new_history = False, 0, mode == CompilationMode.FORWARD
         made.is_backward = mode == CompilationMode.BACKWARD
         made.log = RecordingLog(number=0, parent=None, counter=new_counter())
-        made.graph = _Graph(self._fill)
+        made.graph = Plain(replay=self._fill)
         made.deaths_before = made.deaths_after = None
         if self.ends_empty:  # as upstream notes it
             made.static_output_tensors[-1] = empty = torch.empty(0)
