@@ -19,8 +19,6 @@ import pygraph_trees
 from pygraph_trees.reasons import Reason
 from pygraph_trees.trees.hooks import backward_edges
 
-SHORT = {"triton.pygraph_entry": "short"}
-
 
 class Body(Net):
     """Without a layer that needs no gradient of its input."""
@@ -423,7 +421,7 @@ class TestInstall(BackwardTest):
         torch._dynamo.reset()
         model = Net()
         call = accumulating.compiled(model)
-        with config.patch(SHORT):
+        with config.patch({"triton.pygraph_entry": "short"}):
             call(WORDS)
         before = counted()[0]
         loss = after_first(model, call, lambda _: inductor_patches.uninstall())
