@@ -1,10 +1,6 @@
 """Graphs that are compiled again in another way: placed ones that Inductor cannot compile, and torn tensors."""
 
-import sys
-from pathlib import Path
 from unittest import mock
-
-sys.path[:0] = [str(Path(__file__).resolve().parents[n]) for n in (2, 1)]
 
 import torch
 from torch._dynamo.exc import SkipFrame
