@@ -15,7 +15,7 @@ from importlib.metadata import version
 from pathlib import Path
 from unittest import mock
 
-from commands import ROOT, WithFolder, tool
+from commands import ROOT, WithFolder, python, tool
 from filelock import FileLock
 from torch.testing._internal.common_utils import TestCase, run_tests
 
@@ -184,9 +184,8 @@ class TestProcess(WithFolder):
     def test_a_compiler_that_fails_is_told_of_in_the_log(self):
         """A program that needs the parts continues, and a detached process leaves the compiler's output."""
         program = "from pygraph_trees.native import build; build.start(); print(build.LOG)"
-        environment = {**os.environ, "TORCH_EXTENSIONS_DIR": str(self.folder), "CC": "false", "CXX": "false"}
-        arguments = {"cwd": ROOT, "env": environment, "capture_output": True, "text": True, "timeout": 120}
-        log = Path(subprocess.run([sys.executable, "-c", program], check=True, **arguments).stdout.strip())
+        variables = {"TORCH_EXTENSIONS_DIR": str(self.folder), "CC": "false", "CXX": "false"}
+        log = Path(python("-c", program, **variables).stdout.strip())
         failed, deadline = log.with_suffix(".failed"), time.monotonic() + 100
         while "error: " not in log.read_text() and time.monotonic() < deadline:
             time.sleep(0.2)
@@ -194,7 +193,7 @@ class TestProcess(WithFolder):
         why += r"; they need a C\+\+ compiler and Python's headers \(--traceback shows where\)\n"
         self.assertRegex(log.read_text(), why)
         self.assertTrue(failed.exists())
-        told = subprocess.run([sys.executable, "-m", "pygraph_trees", "--version"], check=True, **arguments).stdout
+        told = python("-m", "pygraph_trees", "--version", **variables).stdout
         self.assertIn(f"native: {NO}its build failed: see", " ".join(told.split()))
 
 
