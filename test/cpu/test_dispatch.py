@@ -176,18 +176,11 @@ class TestThreads(TestCase):
         self.assertEqual((wrong, len(self.dispatch.replayers)), ([], 8))
 
 
-class FakeManager:
-    def __init__(self, device, **options):  # options since torch 2.15
-        self.running_forwards_with_pending_backwards = False
-
-    def set_to_running_backward(self):
-        self.running_forwards_with_pending_backwards = False
-
-
 class TestFlags(TestCase):
     def setUp(self):
         super().setUp()
-        self.enterContext(mock.patch.object(cudagraph_trees, "CUDAGraphTreeManager", FakeManager))
+        made = lambda device, **options: bare_manager(Upstream)  # noqa: E731  options since torch 2.15
+        self.enterContext(mock.patch.object(cudagraph_trees, "CUDAGraphTreeManager", made))
         containers = cudagraph_trees.get_obj(cudagraph_trees.local, "tree_manager_containers")
         self.enterContext(mock.patch.dict(containers, clear=True))
 
