@@ -18,7 +18,6 @@ from torch.testing._internal.common_utils import TestCase, run_tests
 from pygraph_trees.cuda import progress
 from pygraph_trees.cuda.host_reads import HostRead
 from pygraph_trees.indirection import choosing, staging
-from pygraph_trees.indirection.choosing import choose
 from pygraph_trees.indirection.routes import Route
 from pygraph_trees.indirection.staged_inputs import NotStaged
 from pygraph_trees.indirection.staging import MOST_BUFFERS, Staging
@@ -73,7 +72,7 @@ class StagingTestCase(LiveInputsTestCase):
         buffers.launched(None)
 
     def chosen(self, *inputs):
-        return choose(self.driver, 0, list(inputs), range(len(inputs)), set(), self.pool, {}, stage=True)[0]
+        return self.choose(*inputs, stage=True)[0]
 
 
 def read_at(address, like):

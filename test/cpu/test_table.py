@@ -18,7 +18,6 @@ from torch.testing._internal.common_utils import run_tests
 
 from pygraph_trees.cuda import value_kernel
 from pygraph_trees.indirection import warmups as warmups_module
-from pygraph_trees.indirection.choosing import choose
 from pygraph_trees.indirection.inputs import LiveInputs
 from pygraph_trees.indirection.placeholder import stands_out
 from pygraph_trees.indirection.routes import Route
@@ -58,9 +57,7 @@ class TestSlots(LiveInputsTestCase):
 
     def chosen(self, *inputs: torch.Tensor, tabled: Collection[int] | None = None) -> LiveInputs:
         """``tabled``: inputs that have slots; None for all."""
-        every = range(len(inputs))
-        tabled = every if tabled is None else tabled
-        return choose(self.driver, 0, list(inputs), every, (), self.pool, {}, tabled=tabled)[0]
+        return self.choose(*inputs, tabled=range(len(inputs)) if tabled is None else tabled)[0]
 
     def variant(self, *slots: str) -> VariantLauncher:
         return VariantLauncher("reader", frozenset(slots), print)
@@ -110,7 +107,7 @@ class TestSlots(LiveInputsTestCase):
 
     def test_no_table_without_need(self) -> None:
         """There are no placeholders, or no variant takes an input, or launches cannot be watched."""
-        live, _ = choose(self.driver, 0, [at(0)], [0], {0}, self.pool, {0: "of the test"}, tabled=[0])
+        live, _ = self.choose(at(0), mutated={0}, refused={0: "of the test"}, tabled=[0])
         self.assertFalse(live.has_table)
         for tabled, tap in (((), launches.tap), ((7,), launches.tap), ((0,), launches.Tap())):
             with mock.patch.object(launches, "tap", tap):
