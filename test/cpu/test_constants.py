@@ -35,8 +35,6 @@ class Lowered:
     """A program whose values from constants go to the GPU, lowered for an absent GPU."""
 
     def __init__(self, *values, symbolic=False, size=SIZE):
-        torch._dynamo.reset()
-
         def program(x):
             return x + 1, *(value(x.shape[0] if symbolic else size).to("cuda") for value in values)
 
@@ -44,7 +42,7 @@ class Lowered:
             torch._inductor.config.patch({"triton.pygraph_placement": "full"}),
             torch._dynamo.config.patch(assume_static_by_default=not symbolic),
         ):
-            (self.graph,) = lower(program, (torch.empty(size, device="meta"),))
+            self.graph = lowered(program, size)
         self.partitions = [part.graphed for part in partitions_of(self.graph.graph.scheduler)]
         self.placed = self.graph.gm.meta[PLACED]
         self.whys = [record.why for record in self.placed if record.why]
@@ -200,7 +198,7 @@ class TestLoweredConstants(TestCase):
             scaled = value.clamp(-1, 1) * x
             return sum(torch._foreach_mul([scaled, scaled, x, x], 0.25)), value
 
-        (graph,) = lower(program, (torch.empty(SIZE, device="meta"),))
+        graph = lowered(program, SIZE)
         calls = re.findall(r"triton_for_fused\w*\.run\((.*)\)", graph.source_code)
         buffers = [re.findall(r"\bbuf\d+", arguments) for arguments in calls]
         self.assertEqual([len(set(names)) for names in buffers], [len(names) for names in buffers])
