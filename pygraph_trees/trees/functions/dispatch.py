@@ -72,8 +72,7 @@ class Dispatch(FunctionState):
         self.integers, values = tuple(integers), tuple(integers.values())
         if not self._with_values:
             self.by_values = {}
-        own = self._with_values.get(values)
-        if own is None:
+        if (own := self._with_values.get(values)) is None:
             own = self._with_values[values] = Dispatch(self.slow)
             self.by_values[values] = entry(own)
         own.add()
@@ -82,8 +81,7 @@ class Dispatch(FunctionState):
     def may_be_replayed_by(self, manager: Any, function_id: Any, own: Any = None) -> None:
         """Notes that this thread's ``manager`` has a recording with a fast path, and the own memory of its outputs."""
         if self._with_values:
-            with_values = self._by_id.get(manager, {}).get(function_id)
-            if with_values is not None:
+            if (with_values := self._by_id.get(manager, {}).get(function_id)) is not None:
                 with_values.may_be_replayed_by(manager, function_id, own)
             return
         if not self.is_added or Replayer is None:

@@ -308,12 +308,9 @@ def entered(
 
     def missed(inputs: list[Any], *, asks_again: bool) -> Any:
         aligned.decide(inputs)
-        if way_elsewhere is not None:
-            elsewhere = way_elsewhere(dispatch.is_graphed)
-            if elsewhere is not None:
-                return elsewhere(inputs)
-        instead = dispatch.call
-        if instead is not None:
+        if way_elsewhere is not None and (elsewhere := way_elsewhere(dispatch.is_graphed)) is not None:
+            return elsewhere(inputs)
+        if (instead := dispatch.call) is not None:
             outputs = instead(inputs)
             if outputs is not None or dispatch.call is not None:
                 return outputs
@@ -331,8 +328,7 @@ def entered(
         dispatch.was_asked = asks_again = False
         unchecked = dispatch.unchecked
         if unchecked is not None and (way_elsewhere is None or way_elsewhere(False) is None):
-            outputs = unchecked(inputs)
-            if outputs is not None:
+            if (outputs := unchecked(inputs)) is not None:
                 return outputs
             asks_again = True  # as in ``missed``
         if is_captured():

@@ -157,8 +157,7 @@ def way_elsewhere(device: int, log: FunctionLog, ungraphed: Call, noted: Call) -
             if log.mode != BACKWARD and takes_over(device):
                 return None
             log.not_graphed(Reason.OTHER_THREAD())
-        thread = mark()
-        if thread is not None and log.mode == FORWARD:
+        if (thread := mark()) is not None and log.mode == FORWARD:
             thread.trains_ungraphed = True
         return noted if log.mode == BACKWARD else ungraphed  # its forward may have been graphed
 

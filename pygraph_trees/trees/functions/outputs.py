@@ -22,8 +22,7 @@ if TYPE_CHECKING:
 
 def is_on_live_input(live: LiveInputs, position: int, output: torch.Tensor) -> bool:
     """Whether an output is on a live input; if so, it is noted in ``live.outputs`` with its view of the input."""
-    item = live.storages.get(output.untyped_storage().data_ptr())
-    if item is None:
+    if (item := live.storages.get(output.untyped_storage().data_ptr())) is None:
         return False
     view = None  # the whole input; otherwise sizes, strides, offset from the input's first element, and dtype
     if output is not item.placeholder_tensor:

@@ -81,12 +81,10 @@ def for_each_thread(make: Callable[[], Call], log: FunctionLog, ungraphed: Call)
             return make()
 
     def call(inputs: list[Any]) -> Any:
-        thread = mark()
-        if thread is None:
+        if (thread := mark()) is None:
             of_others.extend([] if of_others else [made()])
             return of_others[0](inputs)
-        found = of_threads.get(thread)
-        if found is None:
+        if (found := of_threads.get(thread)) is None:
             are_short = len(ended) >= MOST_ENDED and sum(record.replays for record in log.recordings) < len(ended)
             if are_short and (calls := refused.get(thread, 0)) < MOST_REFUSED:
                 refused[thread] = calls + 1

@@ -72,8 +72,7 @@ def cudagraphify_impl(upstream: Callable[..., Any]) -> Callable[..., Any]:
         # Functions from Inductor were wrapped when they were compiled; others are from backend="cudagraphs".
         function = FunctionModel.of(model, is_backward=kwargs["is_backward"], is_inference=kwargs["is_inference"])
         function.note_tangents(len(inputs), static_input_idxs)
-        reason = why_not_graphed(function.settings)
-        if reason is not None:
+        if (reason := why_not_graphed(function.settings)) is not None:
             function.log.not_graphed(reason)
             # If a backward cannot be graphed, the backend expects that its forward has made a manager.
             cudagraph_trees.get_manager(kwargs["device_index"])

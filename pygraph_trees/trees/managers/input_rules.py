@@ -113,8 +113,7 @@ class Given:
         """
         on_path: list[LiveInputs] = []
         while isinstance(node, cudagraph_trees.CUDAGraphNode):
-            live = getattr(node, "live", None)
-            if live is not None:
+            if (live := getattr(node, "live", None)) is not None:
                 on_path.append(live)
             node = node.parent
         return [

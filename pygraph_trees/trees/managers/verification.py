@@ -47,8 +47,7 @@ class Verification:
 
     def check(self, recording: Replayed, outputs: Sequence[Any], name: str) -> None:
         """Raises :class:`VerificationFailed` if the results of a replay differ from the function's."""
-        live = recording.live
-        if live is None:
+        if (live := recording.live) is None:
             return
         given = [value for value in self._before if isinstance(value, torch.Generator)]
         touched = [*self._places.values(), *(memory_of(output) for output in outputs if _is_plain(output))]
@@ -109,8 +108,7 @@ class Verification:
         for i in recording.static_input_idxs:
             given[i] = None
         replayed = list(given)
-        unfit = live.addresses.prepare(given)
-        if unfit is not None:
+        if (unfit := live.addresses.prepare(given)) is not None:
             return unfit, None
         live.take(given)
         try:

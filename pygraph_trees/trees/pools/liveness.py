@@ -125,8 +125,7 @@ def deaths(recording: Any, indices: list[tuple[int, int]]) -> Deaths | None:
 
 def _is_released(recording: Callable[[], Any], number: int, check: Callable[[], bool]) -> bool:
     """Whether only its recording holds a cached output: neither C++ nor a holder of its storage, as ``check`` says."""
-    node = recording()
-    if node is None:
+    if (node := recording()) is None:
         return check()
     # There are none if an interrupt came while they were removed.
     cached = node.cached_tensor_outputs

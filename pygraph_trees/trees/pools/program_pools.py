@@ -68,8 +68,7 @@ def outside() -> Iterator[None]:
 
 def inside(run: Callable[[list[Any]], Any], inputs: list[Any]) -> Any:
     """Runs code whose memory comes from the pools that the thread has left for the call, if any."""
-    found = _left.pools
-    if not found:
+    if not (found := _left.pools):
         return run(inputs)
     _left.pools = ()
     try:

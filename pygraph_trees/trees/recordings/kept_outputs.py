@@ -93,8 +93,7 @@ def note_launch_of(node: Any, number: int) -> None:
     Also drops upstream's weak references to its outputs, if these are kept: upstream invalidates tensors through them,
     and ``swap_tensors`` refuses tensors that have any.
     """
-    native = getattr(node, "native", None)
-    if native is not None:
+    if (native := getattr(node, "native", None)) is not None:
         native.stream = number
     elif node is not None:
         node.launched_on = number

@@ -74,8 +74,7 @@ class Replayed(Upstream):
             return _MISMATCH, lambda: self.unfit
         if self.deaths_before is not None and not self.deaths_before.ask():
             return _ALIVE_BEFORE
-        live = self.live
-        if live is not None:
+        if (live := self.live) is not None:
             why = self._why_not_alive(live, inputs) if self._has_moving else None
             if why is None:
                 why = live.addresses.prepare(inputs, stays=self._stays)
@@ -120,8 +119,7 @@ class Replayed(Upstream):
         """For a fast replay whose inputs are copied or whose outputs are made from them: launches the graph, which has
         the inputs' addresses, returns the outputs, and consumes the inputs.
         """
-        manager = pools.OWNED.get(self.cuda_graphs_pool)
-        if manager is None:
+        if (manager := pools.OWNED.get(self.cuda_graphs_pool)) is None:
             return self._replay(inputs)
         return contained(manager, lambda: self._replay(inputs), inputs, self.wrapped_function.id)
 
@@ -161,8 +159,7 @@ class Replayed(Upstream):
 
     def run(self, new_inputs: list[Any]) -> Any:
         self._hold()
-        live = self.live
-        if live is None:
+        if (live := self.live) is None:
             return super().run(new_inputs)
         addresses = live.addresses
         self.log.extra_copies, self.log.extra_copied_bytes = addresses.extra_copies, addresses.extra_copied_bytes
@@ -199,8 +196,7 @@ class Replayed(Upstream):
         try:
             return self._cached_or_new()
         except Exception as error:
-            manager = pools.OWNED.get(self.cuda_graphs_pool)
-            if manager is None or not self._gives_addresses:
+            if (manager := pools.OWNED.get(self.cuda_graphs_pool)) is None or not self._gives_addresses:
                 raise
             note_failure(self.wrapped_function.model, error)
             manager.failed(error, self.wrapped_function.id)
