@@ -132,7 +132,6 @@ class Flags(Patch):
         version = _Version("pygraph_version", (known,), changes_artifacts=True, help="")
         entries = {_PREFIX + flag.name: _entry(flag) for flag in (*FLAGS, version)}
         for flag in FLAGS:
-            wanted = environment.value_of(flag.environment, flag.values, flag.default)
-            if wanted is not None:
+            if (wanted := environment.value_of(flag.environment, flag.values, flag.default)) is not None:
                 entries[_PREFIX + flag.name].env_value_default = wanted
         return _add(entries, [_PREFIX + flag.name for flag in FLAGS if not flag.changes_artifacts])

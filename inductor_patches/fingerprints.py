@@ -334,8 +334,7 @@ def parse(table: str) -> dict[str, tuple[Fingerprint, ...]]:
         elif line.startswith("  in "):
             module = line.removeprefix("  in ")
         elif line:
-            found = _ROW.fullmatch(line.strip())
-            if found is None or not targets:
+            if (found := _ROW.fullmatch(line.strip())) is None or not targets:
                 raise ValueError(
                     f"expected 'VERSIONS MODULE DEFINITION(PARAMETERS): NAMES' under names of targets, got {line!r}"
                 )

@@ -106,15 +106,13 @@ class Patch:
 
     def mismatches(self, probe: Any, version: Version) -> list[str]:
         """What does not fit on this torch, by a :class:`LiveProbe` or one of source files; empty if the patch fits."""
-        wanted = self.fingerprints_for(version)
-        if not wanted:
+        if not (wanted := self.fingerprints_for(version)):
             return [f"{self.target}: written for torch {self.versions}, this is {_dotted(version)}"]
         return [line for row in wanted for line in _compare(row, probe)]
 
 
 def _compare(wanted: Fingerprint, probe: Any) -> list[str]:
-    found = probe.find(wanted.module, wanted.name)
-    if found is None:
+    if (found := probe.find(wanted.module, wanted.name)) is None:
         return [f"{wanted}: not there"]
     if wanted.parameters is not None:
         begin = None if found.parameters is None else found.parameters[: len(wanted.parameters)]

@@ -148,8 +148,7 @@ def name_kernels(trace: str | os.PathLike[str]) -> tuple[int, int]:
 def _program(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Program:
     from .cli.target import program_of
 
-    program = program_of((fn, args, kwargs), getattr(fn, "__name__", type(fn).__name__))
-    if program is None:
+    if (program := program_of((fn, args, kwargs), getattr(fn, "__name__", type(fn).__name__))) is None:
         raise TypeError(f"expected a module or a function, got {type(fn).__name__}")
     return program
 

@@ -105,8 +105,7 @@ class _Versions(argparse.Action):
     """Prints the versions and exits. For modules of a wheel, torch is imported: only loading them tells their state."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
-        native = inductor_patches.why_unsupported(torch_version())
-        if native is None:
+        if (native := inductor_patches.why_unsupported(torch_version())) is None:
             with contextlib.suppress(ImportError, OSError):  # torch cannot be imported
                 build.loaded_prebuilt()
             native = build.status()

@@ -166,8 +166,7 @@ def checking_options(upstream: Callable[..., Any]) -> Callable[..., Any]:
     def apply_options(self: Any, options: dict[str, Any] | None) -> None:
         for key, value in (options or {}).items():
             name = key.replace("-", "_")
-            flag = flags.get(name)
-            if flag is not None:
+            if (flag := flags.get(name)) is not None:
                 flag.check(value)
             elif "pygraph_" in name:  # torch would list all of its options
                 from torch._inductor import config

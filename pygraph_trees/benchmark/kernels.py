@@ -118,8 +118,7 @@ def _by_graph(functions: Sequence[FunctionLog]) -> dict[int, FunctionLog]:
         return found
     with contextlib.suppress(DriverError, RuntimeError):  # a graph may be gone
         for node in recordings(managers()):
-            function = owners.get(id(getattr(node, "log", None)))
-            if function is not None and node.graph is not None:
+            if (function := owners.get(id(getattr(node, "log", None)))) is not None and node.graph is not None:
                 (number,) = api.call("cuGraphExecGetId", api.api.CUgraphExec(node.graph.raw_cuda_graph_exec()))
                 found[int(number)] = function
     return found

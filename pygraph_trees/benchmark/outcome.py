@@ -198,7 +198,6 @@ def _of(span: Span, m: Measurement) -> str:
     if span.launches is None:
         return "not known" if span.graphed else "-"
     first, last = span.launches
-    names = m.launches[first : last + 1]
-    if names:
+    if names := m.launches[first : last + 1]:
         return "; ".join(names if len(names) <= _MOST_NAMES else [*names[:_MOST_NAMES], f"{len(names)} in all"])
     return f"launch {first + 1}" if first == last else f"launches {first + 1} to {last + 1}"

@@ -87,8 +87,7 @@ def _lowered(program: Program, arch: str) -> tuple[Sequence[LoweredGraph], str |
             raise
         return error.graphs, str(error)
     except RuntimeError as error:
-        found = _left_on_cpu(program)
-        if found is None:
+        if (found := _left_on_cpu(program)) is None:
             raise
         raise OnCpuError(found=found[1], left=found[0]) from error
 

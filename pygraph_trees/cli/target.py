@@ -111,10 +111,8 @@ def resolve(target: str, device: torch.device) -> Program:
     target = target or DEFAULT
     check(target)
     if ":" not in target:
-        workload = workloads().get(target)
-        if workload is None:
-            near = difflib.get_close_matches(target.upper(), workloads(), n=1)
-            if near:
+        if (workload := workloads().get(target)) is None:
+            if near := difflib.get_close_matches(target.upper(), workloads(), n=1):
                 raise TargetError(target=target, problem=f"no such workload; did you mean {near[0]}?")
             raise TargetFormError(target, "no such workload")
         with raising_errors_of(target):
@@ -127,8 +125,7 @@ def resolve(target: str, device: torch.device) -> Program:
         raise _missing(target, place, name, [n for n, v in vars(module).items() if callable(v)])
     with raising_errors_of(target):
         made = _call(target, function, device)
-    program = program_of(made, name)
-    if program is None:
+    if (program := program_of(made, name)) is None:
         shape = type(made).__name__
         if isinstance(made, tuple):
             shape = f"a tuple of {', '.join(type(m).__name__ for m in made)}"

@@ -259,8 +259,7 @@ class IndirectionOff(PygraphWarning):
 @functools.cache
 def usable_driver() -> Driver | None:
     """The driver; None, after one warning, if it lacks a call that indirection needs."""
-    why = why_unusable()
-    if why is not None:
+    if (why := why_unusable()) is not None:
         warnings.warn(IndirectionOff(why=why), stacklevel=2)
         return None
     return driver()
@@ -268,8 +267,7 @@ def usable_driver() -> Driver | None:
 
 def why_unusable() -> str | None:
     """Names what is missing, or returns None."""
-    found = driver()
-    if found is None:
+    if (found := driver()) is None:
         return "cuda.bindings is not installed: pip install cuda-bindings"
     missing = found.missing_calls()
     return f"the driver or its bindings are too old, they lack {', '.join(missing)}" if missing else None

@@ -134,8 +134,7 @@ def _measured(
     driver: Driver, dependencies: Dependencies, stream: int, operations: Operations, inputs: Regions
 ) -> tuple[Chain, list[float], dict[str, Any]]:
     """The units of a graph that a stream captures, their times, and the facts for the report."""
-    graph = driver.capturing_graph(stream)
-    if graph is None or operations.why_not is not None:
+    if (graph := driver.capturing_graph(stream)) is None or operations.why_not is not None:
         raise NoBranches(why=operations.why_not or Reason.NOT_CAPTURED())
     nodes = driver.nodes(graph)
     units = units_of(driver, nodes, dependencies.read(graph), operations.found, inputs)

@@ -224,8 +224,7 @@ def _span(storage: torch.UntypedStorage) -> Range | None:
 
 def _tensors_of(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Given:
     """The tensors that an operator is given, each with whether it is written; all are, if there is no schema."""
-    schema = getattr(func, "_schema", None)
-    if schema is None:
+    if (schema := getattr(func, "_schema", None)) is None:
         leaves = pytree.tree_leaves((args, kwargs))
         return [(leaf, True) for leaf in leaves if isinstance(leaf, torch.Tensor)]
     given = dict(zip((argument.name for argument in schema.arguments), args, strict=False)) | kwargs

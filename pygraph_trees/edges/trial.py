@@ -82,8 +82,7 @@ class Trial:
 
     def __call__(self) -> None:
         """Replays the graph."""
-        graph = self._graph()
-        if graph is None or self._is_lost:
+        if (graph := self._graph()) is None or self._is_lost:
             raise GraphLost(why="it was not instantiated again")
         place = self._replays - WARM_UP
         # A block's first launch uploads the graph, and sets all of its nodes.

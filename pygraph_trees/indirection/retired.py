@@ -44,8 +44,7 @@ class LastLaunches:
     def end(self, device: int) -> None:
         """Call when all work of a launch is queued on the current stream."""
         stream = torch.cuda.current_stream(device)
-        event = self._events.get(stream.cuda_stream)
-        if event is None:
+        if (event := self._events.get(stream.cuda_stream)) is None:
             if len(self._events) == _MOST_STREAMS:
                 self._are_too_many = True
                 return

@@ -95,8 +95,7 @@ class RouteChooser:
 
     def may_choose(self, indices: Collection[int], names: KernelNames) -> bool:
         """Whether a table for these inputs may pay, or is chosen already."""
-        function = self._function()
-        if function is None:
+        if (function := self._function()) is None:
             return False
         choice = choose_route(*_counts(function, indices, names))
         may = choice_of(function, self._sizes) is not None or choice.reason in BY_TABLE
@@ -116,8 +115,7 @@ class RouteChooser:
         return goes_on
 
     def _go_on(self, function: Any, changed: Collection[int], names: KernelNames) -> bool:
-        choice = choice_of(function, self._sizes)
-        if choice is None:
+        if (choice := choice_of(function, self._sizes)) is None:
             choice = choose_route(*_counts(function, changed, names))
             take_choice(function, self._sizes, choice)
             if choice.reason is Reason.TABLE_AWAITED:
@@ -125,8 +123,7 @@ class RouteChooser:
             return choice.reason is Reason.TABLE_AWAITED
         if choice.reason not in BY_TABLE:
             return False
-        is_built = builds.go_on(function)
-        if is_built is None:
+        if (is_built := builds.go_on(function)) is None:
             return True
         if not is_built:
             take_choice(function, self._sizes, Reason.TABLE_NOT_COMPILED())
@@ -138,8 +135,7 @@ class RouteChooser:
             return True
         with contextlib.suppress(KeyError):  # it is empty
             while True:
-                ready = _waiting.pop().ready
-                if ready is not None:
+                if (ready := _waiting.pop().ready) is not None:
                     ready(Reason.TABLE_BUILT())
         return False
 

@@ -68,8 +68,7 @@ def build() -> Path:
     """
     if is_built():
         return FOLDER
-    torch = torch_folder()
-    if torch is None:
+    if (torch := torch_folder()) is None:
         raise BuildFailed(why="there is no torch: pip install torch")
     if (prebuilt := loaded_prebuilt()) is not None:
         return prebuilt

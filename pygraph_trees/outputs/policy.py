@@ -45,8 +45,7 @@ class OutputPolicy:
         """Wraps a call of the manager, and appends own memory to its inputs."""
         while self.changing:
             self._change(manager, *self.changing.pop(), Reason.OUTPUTS_OUTLIVE())
-        own = getattr(manager.ids_to_funcs[function_id], "own", None)
-        if own is None:
+        if (own := getattr(manager.ids_to_funcs[function_id], "own", None)) is None:
             yield
             return
         try:
@@ -151,8 +150,7 @@ class OutputPolicy:
         for model in itertools.compress(models[first:], may_change[first:]):
             model.outputs.changes += 1
             is_last = model.outputs.changes == MOST_CHANGES
-            wanted = self._wanted(manager, model, 1, with_seen=is_last)
-            if wanted:
+            if wanted := self._wanted(manager, model, 1, with_seen=is_last):
                 self.changing.append((model, wanted))
         if self.changing:
             manager._candidates.clear()  # the next call finds none, and calls upstream
@@ -160,8 +158,7 @@ class OutputPolicy:
     def _wanted(self, manager: Any, model: Any, times: int, *, with_seen: bool = False) -> set[int]:
         """The outputs without own memory that can get it and outlived so many steps, or are seen, if ``with_seen``."""
         plan: OwnOutputs = model.outputs
-        ids = self._ids(manager, model)
-        if not ids:
+        if not (ids := self._ids(manager, model)):
             return set()
         numbers = {number for number, (moves, _) in model.log.moved.items() if moves >= times}
         possible = {number for storage in self.storages[ids[0]] for number in storage.block.outputs}

@@ -93,8 +93,7 @@ class Plan:
 
     def _undecided(self, node: fx.Node) -> list[fx.Node]:
         """Decides for a node if that needs no decision for its inputs; otherwise returns these."""
-        value = self._without_inputs(node)
-        if value is None:
+        if (value := self._without_inputs(node)) is None:
             return nodes.cpu_inputs(node)
         self._decided[node] = value
         return []

@@ -53,8 +53,7 @@ def reader_that_jumps(node: fx.Node, error: Error) -> fx.Node | None:
             if user in errors or any(n.op == "placeholder" for n in reached(others, lambda n: n.all_input_nodes)):
                 continue
             given = max(errors.get(source, Error.NONE) for source in user.all_input_nodes)
-            found = error_unless_it_jumps(user, given)
-            if found is None:
+            if (found := error_unless_it_jumps(user, given)) is None:
                 return user
             errors[user] = found
             todo.append(user)

@@ -60,8 +60,7 @@ def _traced() -> tuple[CodeType | None, Any]:
     """The code that Dynamo traces, if any, and the module whose method it is."""
     from torch._dynamo import symbolic_convert
 
-    tracer = getattr(symbolic_convert.tls, "current_tx", None)
-    if tracer is None:
+    if (tracer := getattr(symbolic_convert.tls, "current_tx", None)) is None:
         return None, None
     # Dynamo calls one of torch's own modules through a function that holds it as `fn`.
     owners = (tracer.f_locals.get("self"), tracer.f_locals.get("fn"))

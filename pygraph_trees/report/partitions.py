@@ -123,8 +123,7 @@ def model_name(gm: torch.fx.GraphModule) -> str:
     modules: Counter[str] = Counter()
     functions: Counter[str] = Counter()
     for node in gm.graph.nodes:
-        stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
-        if stack:
+        if stack := node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack"):
             outermost = next(iter(stack.values()))[1]
             modules[outermost.rsplit(".", 1)[-1] if isinstance(outermost, str) else outermost.__name__] += 1
         elif frame := FRAME.search(node.meta.get("stack_trace") or ""):

@@ -186,8 +186,7 @@ def _slow(function: records.FunctionRecord) -> Iterator[str]:
 
 def branches(recording: records.RecordingRecord) -> Iterator[str]:
     """What branches gain or would gain, if that was asked for."""
-    found = recording.branches
-    if found is not None:
+    if (found := recording.branches) is not None:
         counts = [counted(found.operations, "operation"), f"{found.depth} deep"]
         counts += [counted(found.barriers, "barrier"), counted(found.edges, "edge")]
         times = [f"{found.chain_us:.0f} us", *(f"on {lanes} lanes {us:.0f}" for lanes, us in found.lanes_us.items())]
@@ -229,8 +228,7 @@ def _copies(function: records.FunctionRecord) -> Iterator[str]:
         copied = [i for i in copied_by_rule if i.why_copied == why]
         total = nbytes(sum(i.copied_bytes for i in copied))
         yield f"copied: {len(copied)} of {len(live)} live inputs, {total}, because {why}"
-    extra = sum(r.extra_copies for r in function.recordings)
-    if extra:
+    if extra := sum(r.extra_copies for r in function.recordings):
         total = nbytes(sum(r.extra_copied_bytes for r in function.recordings))
         why = "they were less aligned than recorded or lay in the graph pool"
         yield f"copied for one call: {extra} live inputs, {total}, because {why}"
@@ -254,8 +252,7 @@ def _graph_notes(graphs: Sequence[records.GraphRecord]) -> Iterator[str]:
 def _placed(graph: records.GraphRecord) -> Iterator[str]:
     if graph.why_not_placed:
         yield f"{title(graph)}, {graph.mode}: CPU values stay on the CPU, because {graph.why_not_placed}"
-    by_how = Counter(placed.how for placed in graph.placed)
-    if by_how:
+    if by_how := Counter(placed.how for placed in graph.placed):
         yield f"{title(graph)}, {graph.mode}: CPU values: {amounts(by_how)}"
         yield from (f"  {line}" for line in placed_lines(graph.placed))
 

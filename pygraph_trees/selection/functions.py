@@ -125,8 +125,7 @@ def why_overridden(*, is_backward: bool) -> Why | None:
 
 def has_own_policy() -> bool:
     """Whether the program has a policy that makes CUDA graphs in its own way, not as torch does."""
-    policy = graph_policy(config)
-    if policy is None:
+    if (policy := graph_policy(config)) is None:
         return False
     upstream = cudagraph_utils.CUDAGraphPolicy
     names = ("cudagraphify", "wrap_output")
