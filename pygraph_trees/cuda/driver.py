@@ -59,10 +59,9 @@ class Driver:
 
     def version(self) -> int:
         """The latest CUDA version that the driver supports, 13000 for 13.0 (``cuDriverGetVersion``); 0 if unknown."""
-        try:
+        with contextlib.suppress(DriverError):
             return int(self.call("cuDriverGetVersion")[0])
-        except DriverError:
-            return 0
+        return 0
 
     def missing_calls(self) -> list[str]:
         """The calls that indirection needs and the bindings or the installed driver lack."""
@@ -109,12 +108,10 @@ class Driver:
 
     def address_of(self, name: str) -> int | None:
         """Address of a function of the driver's library; None if it or the library is missing."""
-        if self._library is None:
-            return None
-        try:
-            return ctypes.cast(getattr(ctypes.CDLL(self._library), name), ctypes.c_void_p).value
-        except (OSError, AttributeError):
-            return None
+        with contextlib.suppress(OSError, AttributeError):
+            if self._library is not None:
+                return ctypes.cast(getattr(ctypes.CDLL(self._library), name), ctypes.c_void_p).value
+        return None
 
     def node_kind(self, node: int) -> NodeKind:
         return self._kinds.get(int(self.call("cuGraphNodeGetType", node)[0]), NodeKind.OTHER)
@@ -124,8 +121,7 @@ class Driver:
         counts, todo = Counter[NodeKind](), [graph]
         while todo:
             for node in self.nodes(todo.pop()):
-                kind = self.node_kind(node)
-                if kind is NodeKind.GRAPH:
+                if (kind := self.node_kind(node)) is NodeKind.GRAPH:
                     todo.append(int(self.call("cuGraphChildGraphNodeGetGraph", node)[0]))
                 else:
                     counts[kind] += 1
@@ -134,10 +130,9 @@ class Driver:
     def function_name(self, function: int, kernel: int) -> str | None:
         """A kernel's mangled name, by the handle that is not 0 (``cuFuncGetName``); None if it is unknown."""
         call, handle = ("cuFuncGetName", function) if function else ("cuKernelGetName", kernel)
-        try:
+        with contextlib.suppress(DriverError):
             return bytes(self.call(call, handle)[0]).decode(errors="replace")
-        except DriverError:
-            return None
+        return None
 
     def granularity(self, device: int) -> int:
         """The unit of sizes and addresses of mapped memory, in bytes."""

@@ -32,10 +32,8 @@ def _symbol(name: str) -> int:
     """Address of an exported symbol of torch's libraries."""
     for library in (None, "libc10.so", "libtorch_cpu.so", "libc10.dylib", "libtorch_cpu.dylib"):
         path = None if library is None else f"{torch.__path__[0]}/lib/{library}"
-        try:
+        with contextlib.suppress(OSError, ValueError):
             return ctypes.addressof(ctypes.c_char.in_dll(ctypes.CDLL(path), name))
-        except (OSError, ValueError):
-            continue
     raise NoDeviceGuardError(version=torch.__version__, what=f"its libraries do not export {name}")
 
 

@@ -105,10 +105,9 @@ def release_retired(*, is_locked: bool = False) -> None:
 
 def _is_capturing() -> bool:
     """Whether this thread captures a graph; also true if the GPU is lost."""
-    try:
+    with contextlib.suppress(RuntimeError):
         return torch.cuda.is_current_stream_capturing()
-    except RuntimeError:
-        return True
+    return True
 
 
 def _give_back(*, waits: bool = False) -> None:

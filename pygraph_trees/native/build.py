@@ -49,11 +49,9 @@ def is_running() -> bool:
         return False
     from filelock import FileLock, Timeout
 
-    try:
-        with FileLock(_LOCK, timeout=0):
-            return False
-    except (Timeout, OSError):
-        return True
+    with contextlib.suppress(Timeout, OSError), FileLock(_LOCK, timeout=0):
+        return False
+    return True
 
 
 def has_failed() -> bool:

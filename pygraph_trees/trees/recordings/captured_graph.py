@@ -85,12 +85,11 @@ def _is_left(error: BaseException) -> bool:
 
 def captured_nodes() -> Counter[NodeKind]:
     """The nodes captured so far, by kind; empty if the driver cannot tell."""
-    api = driver()
-    try:
-        graph = None if api is None else api.capturing_graph(torch.cuda.current_stream().cuda_stream)
-        return Counter() if api is None or graph is None else api.count_nodes(graph)
-    except DriverError:
-        return Counter()
+    with suppress(DriverError):
+        if (api := driver()) is not None:
+            graph = api.capturing_graph(torch.cuda.current_stream().cuda_stream)
+            return Counter() if graph is None else api.count_nodes(graph)
+    return Counter()
 
 
 def branches_noted(
