@@ -137,12 +137,8 @@ def _partitions(graph: LoweredGraph, names: Mapping[str, str]) -> Iterator[Expla
     for partition in partitions_of(graph.graph.scheduler):
         inputs = []
         for read in partition.inputs if partition.graphed else ():
-            if not read.device.startswith("cuda"):
-                kind = "cpu"
-            elif read.name in static:
-                kind = "static"
-            else:
-                kind = "managed" if read.name in managed else "live"
+            kind = "static" if read.name in static else "managed" if read.name in managed else "live"
+            kind = kind if read.device.startswith("cuda") else "cpu"
             inputs.append(Input(names.get(read.name, read.name), kind, read))
         managed = managed | {*partition.outputs} if partition.graphed else managed - {*partition.outputs}
         yield ExplainedPartition(partition, tuple(inputs))

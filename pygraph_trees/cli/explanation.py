@@ -113,11 +113,9 @@ def _graph(graph: ExplainedGraph) -> str:
         line = f"{title}: not graphed, {outside} outside: {graph.not_graphed}"
         return "\n".join([textwrap.fill(line, WIDTH, subsequent_indent="  "), *source])
     parts, graphed = len(graph.partitions), sum(p.partition.graphed for p in graph.partitions)
-    lines = [f"{title}: {counted(parts, 'partition')}, {'all' if graphed == parts else graphed} graphed"]
-    lines += source
-    for number, part in enumerate(graph.partitions, 1):
-        lines += [f"  {line}" for line in _partition(number, part)]
-    return "\n".join(lines)
+    head = f"{title}: {counted(parts, 'partition')}, {'all' if graphed == parts else graphed} graphed"
+    inside = (f"  {line}" for number, part in enumerate(graph.partitions, 1) for line in _partition(number, part))
+    return "\n".join([head, *source, *inside])
 
 
 def _partition(number: int, part: ExplainedPartition) -> Iterator[str]:
@@ -127,8 +125,7 @@ def _partition(number: int, part: ExplainedPartition) -> Iterator[str]:
             yield from textwrap.wrap(line, WIDTH, initial_indent="  ", subsequent_indent="      ")
         return
     yield f"  inputs: {_by_kind(part)}"
-    live = part.live
-    if live:
+    if live := part.live:
         rows = [_row(i) for i in live[:_MOST_INPUTS]]
         yield from (f"    {line}" for line in table(_HEAD, rows, WIDTH - 6).splitlines())
     if len(live) > _MOST_INPUTS:
@@ -201,6 +198,5 @@ def _given(graphed: Sequence[ExplainedPartition], *, by_address: bool) -> Iterat
     """How replays take the live inputs, as far as their device determines it."""
     ways = [("given by address", ["live"]), ("staged at each replay", ["cpu"])]
     for how, kinds in ways if by_address else [("copied at each replay", ["live", "cpu"])]:
-        inputs = [i for p in graphed for i in p.inputs if i.kind in kinds]
-        if inputs:
+        if inputs := [i for p in graphed for i in p.inputs if i.kind in kinds]:
             yield f"{counted(len(inputs), 'live input')}, {_size(inputs, *kinds)}, {how}"
