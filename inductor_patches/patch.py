@@ -157,8 +157,7 @@ class IfThere(Rebind):
     """A rebinding of a name that some versions of torch lack; fingerprints tell what these have instead."""
 
     def apply(self) -> Callable[[], None]:
-        is_there = LiveProbe().find(self.module, self.name) is not None
-        return Rebind.apply(self) if is_there else lambda: None
+        return (lambda: None) if LiveProbe().find(self.module, self.name) is None else Rebind.apply(self)
 
 
 @dataclass(frozen=True, slots=True)

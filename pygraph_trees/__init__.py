@@ -134,8 +134,7 @@ def compare(fn: Callable[..., Any], *args: Any, rounds: int = 5, **kwargs: Any) 
 
     if not torch.cuda.is_available():
         raise NeedsGpu(instead="explain needs none")
-    found = measured(_program(fn, args, kwargs), effort=Effort(rounds=rounds))
-    return Outcome(tuple(found), report())
+    return Outcome(tuple(measured(_program(fn, args, kwargs), effort=Effort(rounds=rounds))), report())
 
 
 def name_kernels(trace: str | os.PathLike[str]) -> tuple[int, int]:

@@ -76,8 +76,7 @@ class Chain:
         raise GraphLost(why=f"{why}; then other edges were read than were captured")
 
     def _exchange(self, edges: Iterable[Edge]) -> None:
-        present = self._calls.read(self.graph)
-        self._calls.remove(self.graph, list(filter(self._is_between, present)))
+        self._calls.remove(self.graph, list(filter(self._is_between, self._calls.read(self.graph))))
         self._calls.add(self.graph, list(edges))
 
     def _is_between(self, edge: Edge) -> bool:

@@ -58,9 +58,7 @@ def why_not_placeholder(tensor: torch.Tensor, device: int, in_pool: bool) -> Why
         return Reason.CONJUGATE()
     if tensor.is_neg():
         return Reason.NEGATED()
-    if in_pool:
-        return Reason.IN_POOL()
-    return None
+    return Reason.IN_POOL() if in_pool else None
 
 
 def decide(

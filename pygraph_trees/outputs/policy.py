@@ -166,8 +166,7 @@ class OutputPolicy:
             seen = model.first_inside if model.log.mode not in (INFERENCE, BACKWARD) else None
             numbers |= {number for number in possible if seen is None or number < seen}
         has = set().union(*(block.outputs for block in plan.blocks))
-        never = set().union(*plan.refused)
-        return (numbers & possible) - has - never
+        return (numbers & possible) - has - set().union(*plan.refused)
 
     def _ids(self, manager: Any, model: Any) -> list[Any]:
         """The ids of a function that was warmed up: one, or one for each set of its integers."""

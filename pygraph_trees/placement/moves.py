@@ -79,8 +79,7 @@ class _Rewriting:
 
     def _erase_unused(self) -> None:
         """Erases nodes whose values are now on the GPU, or were folded, if they have no users left."""
-        values = self._plan.values.values()
-        there = {value.node for value in values if value.how not in (How.COPIED, How.STAGED)}
+        there = {value.node for value in self._plan.values.values() if value.how not in (How.COPIED, How.STAGED)}
         for node in sorted(there | self._plan.folding.values.keys(), reverse=True):
             if not node.users:
                 self._graph.erase_node(node)

@@ -106,9 +106,7 @@ def why_not_the_same_again(node: fx.Node) -> Why | None:
         torch.Tag.dynamic_output_shape in target.tags and not is_by_integers(node)
     ):
         return Reason.NUMBER_NEEDED()
-    if any(t.layout != torch.strided for t in nodes.tensors_of(node)):
-        return Reason.SPARSE()
-    return None
+    return Reason.SPARSE() if any(t.layout != torch.strided for t in nodes.tensors_of(node)) else None
 
 
 def why_not_elsewhere(node: fx.Node, *, exact: bool) -> Why | None:
@@ -131,9 +129,7 @@ def why_not_elsewhere(node: fx.Node, *, exact: bool) -> Why | None:
     divides = nodes.packet_of(node) in _DIVIDES and all(map(nodes.is_integral, nodes.tensors_of(node)))
     if divides and (isinstance(node.args[1], fx.Node) or node.args[1] == 0):
         return Reason.DIVIDES()
-    if exact and kind.value[-1]:
-        return Reason.LAST_PLACE()
-    return None
+    return Reason.LAST_PLACE() if exact and kind.value[-1] else None
 
 
 def kind_of(node: fx.Node) -> Kind | None:

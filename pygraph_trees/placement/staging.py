@@ -47,8 +47,7 @@ class Observed:
             return made
         if made.stride() != host.stride():
             # Torch would gather the elements on the CPU, into memory that a replay does not write.
-            whole = self.staged(there, flat(host))
-            return made.copy_(whole.as_strided(host.shape, host.stride()))
+            return made.copy_(self.staged(there, flat(host)).as_strided(host.shape, host.stride()))
         if (view := self._view(there.device, host)) is not None:
             return view
         self.copied.append(host.data_ptr())

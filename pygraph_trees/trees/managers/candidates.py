@@ -68,8 +68,7 @@ def find(manager: Any, function_id: Any, begins: bool) -> Any:
 
 def _find(manager: Any, function_id: Any, begins: bool) -> Any:
     starts_over = manager.why_start_over is not None or manager.doubt is not None
-    changes = manager.output_policy.changing or starts_over
-    if changes or function_id not in manager.warmed_up_functions:
+    if starts_over or manager.output_policy.changing or function_id not in manager.warmed_up_functions:
         return None
     node = manager.current_node
     wanted: bool | None = None  # whether a new step must begin here; None if it may or may not

@@ -107,8 +107,7 @@ def _on_stream_of(node: Any, device: torch.device) -> AbstractContextManager[Any
     number = getattr(node, "launched_on", None) if native is None else native.stream
     if number is None or not torch.cuda.is_initialized():
         return nullcontext()
-    stream = torch.cuda.Stream(stream_id=number, device_index=device.index, device_type=_CUDA)
-    return torch.cuda.stream(stream)
+    return torch.cuda.stream(torch.cuda.Stream(stream_id=number, device_index=device.index, device_type=_CUDA))
 
 
 def _exchange(storage: torch.UntypedStorage, other: torch.UntypedStorage) -> None:
