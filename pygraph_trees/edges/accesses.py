@@ -97,8 +97,7 @@ class _Reader:
                 found |= dict.fromkeys(self._of_node(node, kind, operation))
         except (DriverError, _Unknown):
             return barrier
-        on_inputs = [access for access in found if self._inputs.overlap(access.start, access.end)]
-        if on_inputs:
+        if on_inputs := [access for access in found if self._inputs.overlap(access.start, access.end)]:
             found[Access(*_ANY_INPUT, any(access.write for access in on_inputs))] = None
         return Unit(nodes, tuple(found), lane=operation.lane, nbytes=operation.nbytes)
 

@@ -42,8 +42,7 @@ class PoolRanges:
         return sum(end - begin for begin, end in self._look())
 
     def _look(self) -> list[tuple[int, int]]:
-        ranges = self._ranges
-        if ranges is None:
+        if (ranges := self._ranges) is None:
             ranges = sorted((s["address"], s["address"] + s["total_size"]) for s in self._snapshot())
             self._ranges = ranges
         return ranges

@@ -58,8 +58,7 @@ def calls_of(source: str, gm: torch.fx.GraphModule) -> tuple[tuple[Call, ...], .
 
 
 def _module(meta: dict[str, Any]) -> str | None:
-    stack = meta.get("nn_module_stack") or meta.get("fwd_nn_module_stack")
-    if not stack:
+    if not (stack := meta.get("nn_module_stack") or meta.get("fwd_nn_module_stack")):
         return None
     path, kind = list(stack.values())[-1]
     inner = _ROOT.sub("", re.sub(r"\._modules\['([^']+)'\]", r".\1", path))

@@ -74,8 +74,7 @@ def _causes(scheduler: Scheduler, nodes: Sequence[BaseSchedulerNode]) -> tuple[C
 
 def _operation(node: BaseSchedulerNode) -> tuple[str, str | None]:
     """Name and source line of the operation that a scheduled node comes from."""
-    origins = [o for leaf in node.get_nodes() for o in getattr(leaf.node, "origins", ())]
-    if not origins:
+    if not (origins := [o for leaf in node.get_nodes() for o in getattr(leaf.node, "origins", ())]):
         return type(node.node).__name__, None
     origin = next((o for o in origins if o.meta.get("stack_trace")), origins[0])
     # What a pass added may have no line of its own, such as the seeds of random numbers.

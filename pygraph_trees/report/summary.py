@@ -37,8 +37,7 @@ class Report(Snapshot, Shown):
 
     def to_text(self, width: int | None = None) -> str:
         """Tables of at most ``width`` columns, but at least 80; by default the terminal's width."""
-        columns = width or shutil.get_terminal_size((100, 24)).columns
-        return render(self, max(80, columns))
+        return render(self, max(80, width or shutil.get_terminal_size((100, 24)).columns))
 
     def _page(self) -> str:
         return page(self)
@@ -64,8 +63,7 @@ def _changes(before: Snapshot, after: Snapshot) -> Iterator[str]:
             continue
         other = earlier[name].pop(0)
         shown = [(figure, show(other), show(function)) for figure, show in _FIGURES]
-        differ = [f"{figure} {was} → {now}" for figure, was, now in shown if was != now]
-        if differ:
+        if differ := [f"{figure} {was} → {now}" for figure, was, now in shown if was != now]:
             yield f"{name}: {', '.join(differ)}"
     for name, left in earlier.items():
         yield from (f"{name}: gone" for _ in left)

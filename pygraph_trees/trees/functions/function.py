@@ -63,9 +63,7 @@ def _first_inside(*, is_backward: bool, is_inference: bool) -> int | None:
     """
     if is_inference or (is_backward and binding.extension is None):
         return None
-    context = TracingContext.try_get()
-    meta = LOADED.get()
-    if meta is None and context is not None:
+    if (meta := LOADED.get()) is None and (context := TracingContext.try_get()) is not None:
         meta = context.fw_metadata
     if meta is None or any(
         isinstance(found, SubclassCreationMeta) for found in (*meta.subclass_fw_graph_out_meta, *meta.subclass_inp_meta)
@@ -311,8 +309,7 @@ def entered(
         if way_elsewhere is not None and (elsewhere := way_elsewhere(dispatch.is_graphed)) is not None:
             return elsewhere(inputs)
         if (instead := dispatch.call) is not None:
-            outputs = instead(inputs)
-            if outputs is not None or dispatch.call is not None:
+            if (outputs := instead(inputs)) is not None or dispatch.call is not None:
                 return outputs
             asks_again = True  # it has let the calls be replayed from this one on
         return (graphed if asks_again else run)(inputs)

@@ -184,8 +184,7 @@ def recordings_below(manager: Manager, model: FunctionModel) -> int:
 
 def handed_on(manager: Manager, model: FunctionModel) -> int:
     """How often the newest recordings after this function's newest one, of other trials, take its outputs."""
-    own = max(_of(manager, model), key=lambda node: node.id.id, default=None)
-    if own is None:
+    if (own := max(_of(manager, model), key=lambda node: node.id.id, default=None)) is None:
         return 0
     depth, taken = len(list(own._path_from_root)) - 1, 0
     after = [found[-1] for found in own.children.values() if found]

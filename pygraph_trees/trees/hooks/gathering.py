@@ -104,8 +104,7 @@ def gather(memo: Any, function: FunctionType, inputs: Sequence[Any], variables: 
 
     if not all(isinstance(value, torch.Tensor) for value in inputs):  # others may differ in the next call
         return False
-    made = _changed(function, change)
-    if made is function:
+    if (made := _changed(function, change)) is function:
         return False
     places = {id(value): place for place, value in enumerate(variables)}
     given = [places.get(id(value), value) for value in reversed(inputs)]
