@@ -24,11 +24,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from .replacing import replaced
 
-_GPU, _CPU = torch.device("cuda", 0), torch.device("cpu")
+GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
 
 
 def _off_gpu(device: torch.device) -> torch.device:
-    return _CPU if device.type == "cuda" else device
+    return CPU if device.type == "cuda" else device
 
 
 class _OnCpu(TorchDispatchMode):
@@ -82,7 +82,7 @@ def constants_off_gpu() -> contextlib.AbstractContextManager[None]:
     )
 
 
-def _like(mode: FakeTensorMode, tensor: torch.Tensor, device: torch.device) -> FakeTensor:
+def like(mode: FakeTensorMode, tensor: torch.Tensor, device: torch.device) -> FakeTensor:
     meta = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta")
     return FakeTensor(mode, meta, device)
 
@@ -99,7 +99,7 @@ def _run_on_cpu(
 
     def on_cpu(arg: Any) -> Any:
         if isinstance(arg, FakeTensor) and arg.fake_device.type == "cuda":
-            substitute = _like(mode, arg, _CPU)
+            substitute = like(mode, arg, CPU)
             given[id(substitute)] = arg
             return substitute
         return _off_gpu(arg) if isinstance(arg, torch.device) else arg
@@ -111,7 +111,7 @@ def _run_on_cpu(
         outputs = upstream(mode, func, substitutes, spec, why)
     except NotImplementedError:
         raise why from None
-    return pytree.tree_map_only(FakeTensor, lambda t: given[id(t)] if id(t) in given else _like(mode, t, _GPU), outputs)
+    return pytree.tree_map_only(FakeTensor, lambda t: given[id(t)] if id(t) in given else like(mode, t, GPU), outputs)
 
 
 def fallback_on_cpu() -> contextlib.AbstractContextManager[None]:

@@ -31,12 +31,10 @@ from torch._subclasses.fake_tensor import (
 
 from pygraph_trees.errors import PygraphError
 
+from .computed_on_cpu import CPU, GPU, like
 from .lowering import LoweredGraph, Lowerings
 from .presence import absent_gpu
 from .replacing import replaced
-
-_GPU = torch.device("cuda", 0)
-_CPU = torch.device("cpu")
 
 
 class ValueNeededError(PygraphError):
@@ -57,11 +55,7 @@ def _fake(mode: FakeTensorMode, fakes: dict[int, Tensor], tensor: Tensor, device
     """A fake tensor like ``tensor`` on ``device``, with its Python attributes; a parameter for a parameter."""
     if id(tensor) in fakes:  # a tensor has one, so that tied parameters stay tied
         return fakes[id(tensor)]
-    with torch.no_grad():
-        meta = tensor.detach()
-        if tensor.device.type != "meta":
-            meta = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta")
-    fake = FakeTensor(mode, meta, device)
+    fake = FakeTensor(mode, tensor.detach(), device) if tensor.is_meta else like(mode, tensor, device)
     if isinstance(tensor, torch.nn.Parameter):
         fake = torch.nn.Parameter(fake, requires_grad=tensor.requires_grad)
     else:
@@ -119,12 +113,12 @@ def _on_gpu(modules: Mapping[torch.nn.Module, bool], mode: FakeTensorMode) -> It
                 for name, tensor in list(tensors.items()):
                     if tensor is None or isinstance(tensor, FakeTensor):
                         continue
-                    device = _GPU if all_on_gpu or tensor.is_meta else tensor.device
+                    device = GPU if all_on_gpu or tensor.is_meta else tensor.device
                     if device.type != "cpu":
                         tensors[name] = _fake(mode, fakes, tensor, device)
             for name, value in list(vars(module).items()):
                 if isinstance(value, Tensor) and value.is_meta and not isinstance(value, FakeTensor):
-                    vars(module)[name] = _fake(mode, fakes, value, _CPU)
+                    vars(module)[name] = _fake(mode, fakes, value, CPU)
                 elif isinstance(value, list) and any(id(item) in fakes for item in value):
                     vars(module)[name] = [fakes.get(id(item), item) for item in value]  # as nn.LSTM has
         yield
@@ -190,7 +184,7 @@ def lower(
         def as_input(value: Any) -> Any:
             if not isinstance(value, Tensor) or isinstance(value, FakeTensor) or value.device.type == "cpu":
                 return value
-            return _fake(mode, fakes, value, _GPU if value.is_meta else value.device)
+            return _fake(mode, fakes, value, GPU if value.is_meta else value.device)
 
         fake_args, fake_kwargs = pytree.tree_map(as_input, (tuple(args), dict(kwargs or {})))
         with (
