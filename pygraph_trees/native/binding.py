@@ -8,6 +8,7 @@ outputs are torch's, and the Python versions here serve the slow path.
 from __future__ import annotations
 
 import importlib
+from types import SimpleNamespace
 from typing import Any
 
 from . import PREBUILT, __path__
@@ -48,14 +49,6 @@ def do_without_extension(why: str) -> None:
         extension, why_without = None, why
 
 
-class Counter:
-    """A number that Python and C++ change; the class in C++ if it was built."""
-
-    __slots__ = ("value",)
-
-    def __init__(self) -> None:
-        self.value = 0
-
-
 def new_counter() -> Any:
-    return (Counter if extension is None else extension.Counter)()
+    """An object whose ``value`` is a number that Python and C++ change; of the class in C++ if it was built."""
+    return SimpleNamespace(value=0) if extension is None else extension.Counter()

@@ -2,6 +2,7 @@
 
 import ctypes
 import unittest
+from types import SimpleNamespace
 from unittest import mock
 
 import torch
@@ -41,7 +42,7 @@ class TestArguments(TestCase):
         new, like = binding.extension.Counter, torch.empty(0)
         numbers = dict.fromkeys(("exec", "set", "get_context", "context", "count"), 0)
         lists = {name: [] for name in ("held", "own", "words", "nodes", "holders", "values")}
-        for wrong in (None, 3, binding.Counter()):
+        for wrong in (None, 3, SimpleNamespace(value=0)):
             for counters in ((wrong, new()), (new(), wrong)):
                 with self.assertRaises(TypeError):
                     given = dict(zip(("pool_changes", "sets"), counters, strict=True))
