@@ -183,7 +183,7 @@ class _Attributes:
             self._steps.append(("dict", value, None, None))
             shown: Any = _Items({name: getattr(value, name) for name in _READING}.__getitem__)
         else:
-            shown = _StandIn(_read_nothing)
+            shown = _StandIn(dict[str, Any]().__getitem__)
         self._hidden.append((shown, value))
         return shown
 
@@ -207,7 +207,3 @@ def _is_plain(method: Any) -> bool:
         and all(map(is_constant, method.__defaults__ or ()))
         and not method.__kwdefaults__
     )
-
-
-def _read_nothing(name: str) -> Any:
-    raise LookupError(name)
