@@ -46,16 +46,13 @@ def compared(chain: Sequence[Replay], lanes: Sequence[Replay]) -> Tried:
     # If the GPU is idle, the host may set the pace. It must not lose more than calls gain that wait for the GPU.
     least_us = max(_LEAST_FALL_US, _LEAST_FALL * before_us, more_us if is_idle else 0.0)
     # Whatever else changes the GPU's pace, such as its clock, must not favour the blocks of one form.
-    is_clear = max(map(_us_of, _blocks(lanes))) < min(map(_us_of, _blocks(chain)))
+    is_clear = max(_us_by_block(lanes)) < min(_us_by_block(chain))
     return Tried(gpu_us, lanes_us, more_us, before_us - after_us >= least_us and is_clear)
 
 
-def _blocks(way: Sequence[Replay]) -> tuple[Sequence[Replay], Sequence[Replay]]:
-    return way[: len(way) // 2], way[len(way) // 2 :]
-
-
-def _us_of(block: Sequence[Replay]) -> float:
-    return median(us for *_, us in block)
+def _us_by_block(way: Sequence[Replay]) -> list[float]:
+    blocks = way[: len(way) // 2], way[len(way) // 2 :]
+    return [median(us for *_, us in block) for block in blocks]
 
 
 class Trial:
