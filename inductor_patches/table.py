@@ -36,12 +36,6 @@ def _has_addresses() -> bool:
     return torch.cuda.is_available() and usable_driver() is not None
 
 
-def _offer(put_on: Callable[[], Callable[[], None]]) -> Callable[[], None]:
-    from pygraph_trees.indirection.table.launches import tap
-
-    return tap.offer(put_on)
-
-
 # By feature, module of torch and name in the module; the patches of a feature are applied in this order. A replacement
 # is the name of a class, or of a function that takes upstream's object and returns the one to use instead; or that
 # function itself. Patches without "until" are the drop-in.
@@ -210,6 +204,6 @@ PATCHES: tuple[Patch, ...] = (
     OnDemand(
         *("table", "torch._inductor.runtime.triton_heuristics", "CachingAutotuner.run"),
         replace=made_by("pygraph_trees.indirection.table.launches.watched"),
-        offer=_offer,
+        offer=made_by("pygraph_trees.indirection.table.launches.offer"),
     ),
 )

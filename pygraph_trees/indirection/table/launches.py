@@ -74,6 +74,7 @@ class Tap:
 
 
 tap = Tap()
+offer = tap.offer  # for the table of patches
 
 
 def available() -> bool:
