@@ -56,5 +56,4 @@ def segments_of(pool: tuple[int, int]) -> list[dict[str, Any]]:
     """
     for number in (*pool, False):
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(number))
-    segments: list[dict[str, Any]] = torch.cuda.memory_snapshot(pool, include_traces=False)
-    return segments
+    return torch.cuda.memory_snapshot(pool, include_traces=False)

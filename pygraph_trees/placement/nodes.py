@@ -105,8 +105,7 @@ def held_tensor(node: fx.Node) -> torch.Tensor | None:
     if not plain or found.layout != torch.strided:
         return None
     with unset_fake_temporarily(), torch.inference_mode(False):
-        detached: torch.Tensor = found.detach()
-        return detached
+        return found.detach()
 
 
 def is_copy_between_devices(node: fx.Node) -> bool:

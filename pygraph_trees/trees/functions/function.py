@@ -236,8 +236,7 @@ def aligning(
     written = OrderedSet(index for index in checked if index in mutated)
     if besides_upstream:
         checked = [index for index in checked if index in written or index not in by_upstream]
-    made: Call = align_inputs_from_check_idxs(run, checked, written)
-    return made
+    return align_inputs_from_check_idxs(run, checked, written)
 
 
 def staying(inputs: Sequence[Any], assumed: Collection[int] | None, static: Sequence[int]) -> Sequence[int]:

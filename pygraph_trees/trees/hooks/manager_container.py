@@ -60,8 +60,7 @@ _of_others = new_trees()
 
 def _containers() -> dict[int, Any]:
     """The calling thread's containers, by device."""
-    found: dict[int, Any] = get_obj(local, "tree_manager_containers")
-    return found
+    return get_obj(local, "tree_manager_containers")
 
 
 class Trees:
