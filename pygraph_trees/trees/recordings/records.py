@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch._inductor.output_code import index_expanded_dims
 
-from pygraph_trees.indirection.routes import Route
+from pygraph_trees.indirection.routes import Decision, Route
 from pygraph_trees.reasons import Reason, Why
 from pygraph_trees.report.records import IN_POOL, ON_INPUT, OWN_MEMORY, InputRecord, OutputRecord
 
@@ -46,18 +46,16 @@ def describe(
             continue
         kind = "managed" if index in managed else "static" if index in static else "live"
         kind = "output" if index >= first_output else kind
-        if (decision := decisions.get(index)) is not None:
-            route, why = decision.route, decision.reason
-        else:
-            route, why = Route.COPY if index in copied else Route.PATCH, why_copied.get(index)
-        is_copied, device = route is Route.COPY, value.device
+        usual = Route.COPY if index in copied else Route.PATCH
+        decision = decisions.get(index) or Decision(usual, why_copied.get(index))
+        is_copied, device = decision.route is Route.COPY, value.device
         yield InputRecord(
             *(index, name, kind, devices.get(device) or devices.setdefault(device, str(device))),
             value.nbytes,
             index_expanded_dims(value, node.expanded_dims[index]).nbytes if is_copied else 0,
             index in mutated,
-            route.value if kind in ("live", "output") else None,
-            why if is_copied else None,
+            decision.route.value if kind in ("live", "output") else None,
+            decision.reason if is_copied else None,
         )
 
 
