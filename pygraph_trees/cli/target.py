@@ -120,8 +120,7 @@ def resolve(target: str, device: torch.device) -> Program:
     place, name = target.rsplit(":", 1)
     with raising_errors_of(target):
         module = _module(target, place)
-    function = getattr(module, name, None)
-    if not callable(function):
+    if not callable(function := getattr(module, name, None)):
         raise _missing(target, place, name, [n for n, v in vars(module).items() if callable(v)])
     with raising_errors_of(target):
         made = _call(target, function, device)

@@ -86,6 +86,5 @@ class Dependencies:
             function = getattr(self._library, name)
         except AttributeError:
             raise DriverError(call=name, code=NOT_FOUND) from None
-        code = function(*args)
-        if code != 0:
+        if (code := function(*args)) != 0:
             raise refused(name, code)

@@ -200,8 +200,7 @@ class Addresses:
         given: list[int] = []
         temporary: dict[int, torch.Tensor] = {}
         for position, address in enumerate(seen):
-            found = self._find(position, address, inputs, temporary, stays)
-            if isinstance(found, Why):
+            if isinstance(found := self._find(position, address, inputs, temporary, stays), Why):
                 return found
             given.append(found)
         self._given = given

@@ -238,8 +238,7 @@ class StagedValues(Staging):
             return
         stream = torch.cuda.current_stream(self._device).cuda_stream
         self._kernel.launch(stream, target.data_ptr(), bytes(nbytes))
-        nodes = self._kernel.driver.captured_last(stream)
-        if len(nodes) == 1:  # otherwise the graph will be refused
+        if len(nodes := self._kernel.driver.captured_last(stream)) == 1:  # otherwise the graph will be refused
             self.nodes[nodes[0]] = host.data_ptr()
 
     def take(self, numbers: Sequence[int], reads: Mapping[int, HostRead], sources: Sequence[int]) -> None:

@@ -287,8 +287,7 @@ class Trial:
         if self.phase is not Phase.RECORDING:
             self._measure(members)
             return
-        facts = _facts(members)
-        if len(facts) < len(members):
+        if len(facts := _facts(members)) < len(members):
             self._steps += 1
         elif (plain := plain_way(facts)) is not None:
             self._end(plain, plain.plain_text(facts))

@@ -46,7 +46,6 @@ class ManagerContainer(Upstream):
             super().finalize_cudagraphify_fn()
         if isinstance(manager, Manager) and self.tree_manager is not manager:
             manager.move_last_outputs()
-        del manager
 
 
 def new_trees() -> dict[str, Any]:
