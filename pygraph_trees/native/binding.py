@@ -2,7 +2,7 @@
 
 ``extension`` is the module or None; ``why_without`` is the reason if it was built but is not used. A wheel's modules
 that cannot be loaded are passed over, and ``why_not_prebuilt`` is the reason. Without the module no replay is fast,
-outputs are torch's, and the Python versions here serve the slow path.
+outputs are torch's, and counters are Python's.
 """
 
 from __future__ import annotations

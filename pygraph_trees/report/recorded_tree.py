@@ -43,8 +43,7 @@ def _lists(roots: Sequence[Node], below: Mapping[int | None, Sequence[Node]]) ->
     for root in roots:
         pending: list[Node | str] = [root]
         while pending:
-            node = pending.pop()
-            if isinstance(node, str):
+            if isinstance(node := pending.pop(), str):
                 yield node
                 continue
             if node.place in seen:
