@@ -173,8 +173,7 @@ def _joined(spans: Iterable[Span], most_us: float, *, across_launches: bool = Tr
         if joined and is_same and span.start_us - before.end_us <= most_us:
             both = before.launches + span.launches if before.launches and span.launches else ()
             launches = (min(both), max(both)) if both else None
-            end_us = max(before.end_us, span.end_us)
-            joined[-1] = before._replace(us=end_us - before.start_us, launches=launches)
+            joined[-1] = before._replace(us=max(before.end_us, span.end_us) - before.start_us, launches=launches)
         else:
             joined.append(span)
     return joined

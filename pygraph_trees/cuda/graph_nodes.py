@@ -101,8 +101,7 @@ class KernelNode(GraphNode):
         start = ctypes.addressof(block)
         if self.layout is None:
             self._nbytes = ctypes.c_size_t(self.nbytes)
-            pairs = (_BUFFER, start, _SIZE, ctypes.addressof(self._nbytes), _END)
-            self._pointers = (ctypes.c_uint64 * 5)(*pairs)
+            self._pointers = (ctypes.c_uint64 * 5)(_BUFFER, start, _SIZE, ctypes.addressof(self._nbytes), _END)
             self._params.extra = ctypes.addressof(self._pointers)
         elif self.layout:
             self._pointers = (ctypes.c_uint64 * len(self.layout))(*(start + offset for offset, _ in self.layout))

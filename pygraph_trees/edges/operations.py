@@ -225,8 +225,7 @@ def _span(storage: torch.UntypedStorage) -> Range | None:
 def _tensors_of(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Given:
     """The tensors that an operator is given, each with whether it is written; all are, if there is no schema."""
     if (schema := getattr(func, "_schema", None)) is None:
-        leaves = pytree.tree_leaves((args, kwargs))
-        return [(leaf, True) for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        return [(leaf, True) for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
     given = dict(zip((argument.name for argument in schema.arguments), args, strict=False)) | kwargs
     return [
         (leaf, argument.alias_info is not None and argument.alias_info.is_write)

@@ -52,8 +52,7 @@ def _efficient_bias(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor |
     if mask is None:
         return None
     if mask.dtype == torch.bool:
-        zero = torch.zeros((), dtype=query.dtype, device=mask.device)
-        mask = torch.where(mask, zero, float("-inf"))
+        mask = torch.where(mask, torch.zeros((), dtype=query.dtype, device=mask.device), float("-inf"))
     width = mask.size(-1)
     if mask.stride(-1) != 1 or any(s % _MASK_ALIGNMENT for s in mask.stride()[:-1]):
         mask = torch.nn.functional.pad(mask, (0, -width % _MASK_ALIGNMENT))[..., :width]

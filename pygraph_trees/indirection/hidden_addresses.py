@@ -221,8 +221,7 @@ class Expected:
 
     def differs_by_rounding(self) -> bool:
         """Whether launches differ only in finite numbers, and by little."""
-        sizes = [_size(result) for result in self._highest if _is_finite(result)]
-        most = _MOST_SPREAD * max(sizes, default=0.0)
+        most = _MOST_SPREAD * max((_size(result) for result in self._highest if _is_finite(result)), default=0.0)
         return all(
             _are_same(lowest, highest)
             or (_is_finite(lowest) and _is_finite(highest) and _spread(lowest, highest) <= most)

@@ -171,8 +171,7 @@ class Patches:
         """
         if self.broken:
             raise HalfPatched
-        held = self.addresses
-        pairs = zip(addresses, held, strict=True)
+        pairs = zip(addresses, self.addresses, strict=True)
         changed = [p for p, (new, old) in enumerate(pairs) if self._is_new or new != old or p in forced]
         if not changed and not self.always:
             return 0

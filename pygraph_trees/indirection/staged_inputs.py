@@ -115,8 +115,7 @@ class StagedInputs:
         self.put_indices = tuple(self.indices[number] for number in numbers)
         self.staging.take(numbers, self._reads, sources)
         self.staging.is_fixed = found is None
-        recorded = self.staging.recorded
-        return {first + source: recorded[source][0] for source in sources}
+        return {first + source: self.staging.recorded[source][0] for source in sources}
 
     def put(self, inputs: Any) -> tuple[Sequence[int], Sequence[int]]:
         """Stages a call's inputs; returns the buffers' addresses unless they are fixed, and those to set again."""

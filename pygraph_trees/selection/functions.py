@@ -119,8 +119,7 @@ def why_overridden(*, is_backward: bool) -> Why | None:
     override = _compiling.override
     if override is None or not (config.triton.cudagraphs or override.fwd):
         return None
-    is_off = override.fwd is False or (is_backward and override.bwd is False)
-    return Reason.OVERRIDDEN() if is_off else None
+    return Reason.OVERRIDDEN() if override.fwd is False or (is_backward and override.bwd is False) else None
 
 
 def has_own_policy() -> bool:

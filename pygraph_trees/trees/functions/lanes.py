@@ -130,5 +130,4 @@ class LanesMemory:
     def leave_pool(self, functions: Container[Any]) -> None:
         """Those of ``functions`` that have lanes will make the next pool as much larger."""
         self.known.clear()
-        kept = {id_: found for id_, found in self._grown.items() if id_ in functions and found[0].wants(id_)}
-        self._grown = kept
+        self._grown = {id_: found for id_, found in self._grown.items() if id_ in functions and found[0].wants(id_)}

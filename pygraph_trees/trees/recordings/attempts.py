@@ -108,8 +108,7 @@ class Attempts:
         if live is None:
             return None
         try:
-            is_chosen = live.has_table or not may_choose
-            live.chooser = None if is_chosen else chooser_for(model, sizes)
+            live.chooser = None if live.has_table or not may_choose else chooser_for(model, sizes)
             if (live.has_placeholders or live.has_staged) and may_be_kept:
                 self._kept = list(inputs)
             live.is_of_backward = model.log.mode == BACKWARD
